@@ -1,10 +1,10 @@
-//! Pages a second through the device, from a driver's buffers to discarded memory, and system calls
-//! for each GiB.
+//! Pages per second through the device, from a driver's buffers to discarded memory, and system
+//! calls per GiB.
 //!
-//! Each iteration touches the pages first (not timed), so that every discard has memory to give
-//! back. Linux's driver is imitated: 256 page frame numbers a buffer, one buffer at a time; reports
-//! of 32 ranges. Beside it a driver with the extension, which sends the same pages in messages of
-//! each encoding.
+//! Each iteration first touches the pages (not timed), so that every discard frees memory. The
+//! driver imitates Linux's: 256 page frame numbers per buffer, one buffer at a time; reports of 32
+//! ranges. For comparison, a driver with the extension sends the same pages in messages of each
+//! encoding.
 
 #![allow(clippy::unwrap_used, missing_docs, reason = "a benchmark")]
 
@@ -18,13 +18,13 @@ use ebb_balloon::testing::{Buffer, DRIVER_BYTES, Discards, Guest, Setup, message
 use ebb_guest_ram::HugePages;
 use rustix::mm::{Advice, madvise};
 
-/// Size of each of the guest's regions; the first one is worked on.
+/// Size of each of the guest's regions; the first one is used.
 const REGION_BYTES: u64 = 258 << 20;
 
-/// Pages of an iteration: 256 MiB.
+/// Pages per iteration: 256 MiB.
 const PAGES: u32 = 64 << 10;
 
-/// First of them.
+/// First page of an iteration.
 const FIRST: u32 = (DRIVER_BYTES / PAGE_SIZE_BYTES) as u32;
 
 fn guest(negotiated: Features, huge_pages: HugePages) -> Guest {
@@ -43,7 +43,7 @@ fn touch(guest: &Guest) {
     unsafe { madvise(address as *mut _, size_bytes, Advice::LinuxPopulateWrite) }.unwrap();
 }
 
-/// The page numbers of an iteration in some order.
+/// The page numbers of an iteration in the given order.
 fn numbers(order: &str) -> Vec<u32> {
     let all = FIRST..FIRST + PAGES;
     match order {
@@ -57,7 +57,7 @@ fn numbers(order: &str) -> Vec<u32> {
     }
 }
 
-/// Sends the numbers as Linux does; returns the time that the device took.
+/// Sends the numbers as Linux does; returns the time the device took.
 fn inflate(guest: &mut Guest, numbers: &[u32]) -> Duration {
     let mut elapsed = Duration::ZERO;
     for chunk in numbers.chunks(LINUX_PFNS_PER_BUFFER) {
@@ -72,7 +72,7 @@ fn inflate(guest: &mut Guest, numbers: &[u32]) -> Duration {
     elapsed + start.elapsed()
 }
 
-/// Reports blocks, 32 a chain; returns the time that the device took.
+/// Reports blocks, 32 per chain; returns the time the device took.
 fn report(guest: &mut Guest, block_bytes: u64) -> Duration {
     let mut elapsed = Duration::ZERO;
     let end = DRIVER_BYTES + u64::from(PAGES) * PAGE_SIZE_BYTES;
@@ -93,7 +93,7 @@ fn report(guest: &mut Guest, block_bytes: u64) -> Duration {
     elapsed
 }
 
-/// Times `work` on freshly touched pages and prints the system calls it took.
+/// Times `work` on freshly touched pages and prints the number of system calls.
 fn measure(
     criterion: &mut Criterion,
     group: &str,
@@ -120,7 +120,7 @@ fn measure(
     let discard = guest.balloon.counters().discard;
     let gib = discard.bytes as f64 / f64::from(1 << 30);
     println!(
-        "{id}: {:.1} system calls, {:.1} ranges a GiB",
+        "{id}: {:.1} system calls, {:.1} ranges per GiB",
         discard.syscalls as f64 / gib,
         discard.ranges as f64 / gib
     );
@@ -154,18 +154,18 @@ fn reports(criterion: &mut Criterion) {
     }
 }
 
-/// How the same pages are told.
+/// How the driver names pages.
 #[derive(Clone, Copy)]
-enum Told {
+enum Naming {
     /// As Linux does: bare arrays of 256 numbers.
     Arrays,
     /// In messages of up to this many blocks.
     Messages(Encoding, usize),
 }
 
-/// Sends blocks; returns the time that the device took.
-fn inflate_blocks(guest: &mut Guest, told: Told, blocks: &[PageRange]) -> Duration {
-    let Told::Messages(encoding, blocks_each) = told else {
+/// Sends blocks; returns the time the device took.
+fn inflate_blocks(guest: &mut Guest, naming: Naming, blocks: &[PageRange]) -> Duration {
+    let Naming::Messages(encoding, blocks_each) = naming else {
         let pages: Vec<u32> = blocks
             .iter()
             .flat_map(|block| block.start.0..block.end().0)
@@ -187,8 +187,8 @@ fn inflate_blocks(guest: &mut Guest, told: Told, blocks: &[PageRange]) -> Durati
     elapsed + start.elapsed()
 }
 
-/// Blocks of one order: every other one first, then those between, as an allocator may hand them
-/// out.
+/// Blocks of one order: every other one first, then those in between, as an allocator may return
+/// them.
 fn blocks(order: Order) -> Vec<PageRange> {
     let all = (FIRST..FIRST + PAGES).step_by(order.pages() as usize);
     let all: Vec<_> = all.map(|start| PageRange::new(Pfn::from(start), order.pages())).collect();
@@ -198,27 +198,28 @@ fn blocks(order: Order) -> Vec<PageRange> {
 fn encodings(criterion: &mut Criterion) {
     for order in [Order::PAGE, Order(4), Order::HUGE] {
         let blocks = blocks(order);
-        // 64 MiB a message, or what fits into one.
+        // 64 MiB per message, or as many blocks as fit into one.
         let each = (16 << 10) / order.pages() as usize;
-        for (name, told) in [
-            ("arrays", Told::Arrays),
-            ("pfns", Told::Messages(Encoding::Pfns, each)),
-            ("bitmap", Told::Messages(Encoding::Bitmap, each)),
-            ("ranges", Told::Messages(Encoding::Ranges, each)),
+        for (name, naming) in [
+            ("arrays", Naming::Arrays),
+            ("pfns", Naming::Messages(Encoding::Pfns, each)),
+            ("bitmap", Naming::Messages(Encoding::Bitmap, each)),
+            ("ranges", Naming::Messages(Encoding::Ranges, each)),
         ] {
-            let negotiated = match told {
-                Told::Arrays => Features::ALL_BALLOON,
-                Told::Messages(..) => Features::ALL_WITH_EXTENSION,
+            let negotiated = match naming {
+                Naming::Arrays => Features::ALL_BALLOON,
+                Naming::Messages(..) => Features::ALL_WITH_EXTENSION,
             };
             let mut guest = guest(negotiated, HugePages::On);
             let id = format!("{}KiB/{name}/thp", order.bytes() >> 10);
             measure(criterion, "encoded_pages", &id, &mut guest, |guest| {
-                inflate_blocks(guest, told, &blocks)
+                inflate_blocks(guest, naming, &blocks)
             });
             let counters = guest.balloon.counters();
             let gib = counters.inflate.bytes as f64 / f64::from(1 << 30);
             println!(
-                "{id}: {:.0} buffers, {:.0} KiB on the queue a GiB; translate {:.2} ms, discard {:.2} ms a GiB",
+                "{id}: {:.0} buffers, {:.0} KiB on the queue per GiB; translate {:.2} ms, \
+                 discard {:.2} ms per GiB",
                 counters.inflate.buffers as f64 / gib,
                 counters.inflate.message_bytes as f64 / 1024.0 / gib,
                 counters.inflate.translate_ns as f64 / 1e6 / gib,
@@ -228,7 +229,7 @@ fn encodings(criterion: &mut Criterion) {
     }
 }
 
-/// The core alone: page numbers to ranges, with no memory behind them.
+/// The core alone: from page numbers to ranges, without memory.
 fn core_only(criterion: &mut Criterion) {
     for order in ["contiguous", "strided", "random"] {
         let numbers = numbers(order);
@@ -248,7 +249,7 @@ fn core_only(criterion: &mut Criterion) {
     }
     let last = Pfn::from(FIRST + PAGES - 1);
     println!(
-        "pages {} to {}, {} bytes an iteration",
+        "pages {} to {}, {} bytes per iteration",
         Pfn::from(FIRST),
         last,
         u64::from(PAGES) * PAGE_SIZE_BYTES

@@ -1,8 +1,8 @@
-//! A monitor of another kind that embeds the balloon: memory, the device, and what its owner does
-//! for a queue that the driver has kicked.
+//! A minimal monitor that embeds the balloon: memory, the device, and the monitor's handling of a
+//! queue kick.
 //!
-//! No guest runs here, so [`Driver`] does what a guest's driver would do: it inflates the balloon
-//! and reports free pages over rings in guest memory.
+//! No guest runs here; [`Driver`] does the work of a guest's driver: it inflates the balloon and
+//! reports free pages over rings in guest memory.
 
 use std::error::Error;
 use std::io::Write;
@@ -23,12 +23,12 @@ const RAM_BYTES: u64 = 64 * MIB;
 const ENTRIES: u16 = 64;
 /// Distance of the queues' rings; the available and the used ring follow the descriptors.
 const RINGS_BYTES: u64 = 0x3000;
-/// Where the driver writes page frame numbers, behind the rings.
+/// Guest-physical address for page frame numbers, behind the rings.
 const PFNS: u64 = MIB;
 /// `VIRTQ_DESC_F_WRITE`: the device may write to the buffer.
 const WRITABLE: u16 = 2;
 
-/// What the monitor has of a machine. The device is behind one lock; discards are not.
+/// The monitor's part of a machine. The device is behind one lock; discards are not.
 struct Monitor {
     ram: Arc<GuestRam>,
     balloon: Mutex<Balloon>,
@@ -44,7 +44,7 @@ impl Monitor {
         Ok(Self { ram, discarder: balloon.discarder(), balloon: Mutex::new(balloon) })
     }
 
-    /// The driver has kicked a queue.
+    /// Handles a kick of a queue by the driver.
     fn kicked(&self, kind: QueueKind) {
         loop {
             let mut balloon = self.balloon.lock().unwrap_or_else(PoisonError::into_inner);
@@ -62,7 +62,7 @@ impl Monitor {
     }
 }
 
-/// The driver's side: the queues by transport index, and the entries used of each.
+/// The driver's side: the queues by transport index, and the number of used entries of each.
 struct Driver<'a> {
     monitor: &'a Monitor,
     entries: [u16; 3],
@@ -86,7 +86,7 @@ impl<'a> Driver<'a> {
         Ok(Self { monitor, entries: [0; 3] })
     }
 
-    /// Sends a buffer of one descriptor over the queue with this index, and kicks it.
+    /// Sends a buffer of one descriptor over the queue with this index, and kicks the queue.
     fn send(
         &mut self,
         queue: usize,
@@ -107,7 +107,7 @@ impl<'a> Driver<'a> {
         Ok(())
     }
 
-    /// Gives the pages from `start` on to the balloon, 256 in a buffer as Linux does.
+    /// Inflates by the pages from `start` on, 256 per buffer as Linux does.
     fn inflate(&mut self, start: u64, size_bytes: u64) -> Result<()> {
         for first in (start..start + size_bytes).step_by(MIB as usize) {
             let numbers: Vec<u8> = (first / PAGE_SIZE_BYTES..(first + MIB) / PAGE_SIZE_BYTES)
@@ -125,7 +125,7 @@ impl<'a> Driver<'a> {
     }
 }
 
-/// Runs the machine, and writes what came back to the host.
+/// Runs the machine and prints how much memory was returned to the host.
 pub fn run(out: &mut dyn Write) -> Result<()> {
     let monitor = Monitor::new()?;
     // The guest has used all of its memory.
@@ -136,7 +136,7 @@ pub fn run(out: &mut dyn Write) -> Result<()> {
     };
     resident("in use", out)?;
     driver.inflate(4 * MIB, 16 * MIB)?;
-    // Nothing more comes: what waits to form whole huge pages goes, too.
+    // No more pages follow: discard also those that wait to form whole huge pages.
     monitor.discarder.flush();
     resident("16 MiB inflated", out)?;
     driver.report(32 * MIB, 4 * HUGE_PAGE_SIZE_BYTES)?;

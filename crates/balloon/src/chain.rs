@@ -1,4 +1,4 @@
-//! Reading what a driver put into a chain.
+//! Reads the content of a driver's chain.
 
 use ebb_abi::PageRange;
 use ebb_guest_ram::GuestMemory;
@@ -11,18 +11,19 @@ use crate::counters::{Faults, GuestError};
 /// A descriptor chain in guest memory.
 pub(crate) type Chain<'a> = DescriptorChain<&'a GuestMemory>;
 
-/// Descriptors read of a chain. Linux uses 1 for page frame numbers and 32 for reports; the bound
-/// keeps indirect tables of 65535 entries from costing more than the driver paid for them.
+/// Maximum number of descriptors read of a chain. Linux uses 1 for page frame numbers and 32 for
+/// reports; the bound keeps indirect tables of 65535 entries from costing more than the driver paid
+/// for them.
 const MAX_DESCRIPTORS: usize = 4096;
 
-/// Where a buffer's bytes go: from driver to device or from device to driver.
+/// Direction of a buffer: from driver to device or from device to driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Direction {
     Readable,
     Writable,
 }
 
-/// What the queues' descriptors are read with.
+/// Context for reading the queues' descriptors.
 pub(crate) struct ChainReader<'a> {
     pub(crate) memory: &'a GuestMemory,
     pub(crate) budget: &'a mut Budget,
@@ -31,7 +32,7 @@ pub(crate) struct ChainReader<'a> {
 
 impl ChainReader<'_> {
     /// Appends the bytes of the readable descriptors to `bytes`, at most `limit_bytes`, across
-    /// descriptor borders.
+    /// descriptor boundaries.
     pub(crate) fn read_bytes(&mut self, chain: Chain<'_>, limit_bytes: usize, bytes: &mut Vec<u8>) {
         bytes.clear();
         self.for_each(chain, Direction::Readable, |reader, address, length| {
@@ -60,7 +61,7 @@ impl ChainReader<'_> {
         });
     }
 
-    /// Appends the whole pages that the writable descriptors describe to `ranges`.
+    /// Appends the whole pages in the writable descriptors to `ranges`.
     pub(crate) fn read_ranges(&mut self, chain: Chain<'_>, ranges: &mut Vec<PageRange>) {
         ranges.clear();
         self.for_each(chain, Direction::Writable, |reader, address, length| {
@@ -82,8 +83,8 @@ impl ChainReader<'_> {
         });
     }
 
-    /// Where the first `wanted_bytes` bytes of the writable descriptors are, in at most `limit`
-    /// pieces; fewer if there are not that many in guest memory.
+    /// Locates the first `wanted_bytes` bytes of the writable descriptors, in at most `limit`
+    /// pieces; fewer bytes if guest memory holds fewer of them.
     pub(crate) fn read_space(
         &mut self,
         chain: Chain<'_>,
@@ -106,7 +107,7 @@ impl ChainReader<'_> {
         pieces
     }
 
-    /// Calls `visit` with address and length of each descriptor of a direction until it returns
+    /// Calls `visit` with the address and length of each descriptor of a direction until it returns
     /// false.
     fn for_each(
         &mut self,

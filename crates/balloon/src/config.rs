@@ -1,4 +1,4 @@
-//! What the owner chooses, and the configuration space that the driver sees.
+//! The owner's settings, and the configuration space as seen by the driver.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -6,36 +6,35 @@ use std::time::Duration;
 use ebb_abi::PAGE_SIZE_BYTES;
 use ebb_abi::balloon::{Config, Features, HintCommand, Le32};
 
-/// How the device is to be.
+/// Settings of the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BalloonConfig {
     /// Features to offer; bits that neither virtio-balloon nor the extension (docs/extension.md)
-    /// defines are left out.
+    /// defines are ignored.
     ///
-    /// Page poison should always be among them: Linux guests that fill free pages with a pattern
-    /// give up page reporting when it is not (drivers/virtio/virtio_balloon.c,
-    /// `virtballoon_validate`).
+    /// Page poison should always be among them: without it, Linux guests that fill free pages with
+    /// a pattern give up page reporting (drivers/virtio/virtio_balloon.c, `virtballoon_validate`).
     pub features: Features,
-    /// Size that the balloon is to have at first, in bytes; rounded down to pages.
+    /// Initial target size of the balloon in bytes; rounded down to pages.
     pub target_bytes: u64,
-    /// How often statistics are asked for; only on request if `None`.
+    /// Interval between statistics requests; `None`: only on demand.
     pub statistics_interval: Option<Duration>,
 }
 
 impl Default for BalloonConfig {
     /// All features of the specification and none of the extension, an empty balloon, statistics on
-    /// request.
+    /// demand.
     fn default() -> Self {
         Self { features: Features::ALL_BALLOON, target_bytes: 0, statistics_interval: None }
     }
 }
 
-/// What a write to the configuration space changed.
+/// Effect of a write to the configuration space.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ConfigWrite {
-    /// The driver told how many pages are in the balloon.
+    /// The driver wrote the number of pages in the balloon.
     pub(crate) actual: bool,
-    /// Bytes of fields that the driver may only read would have changed.
+    /// Bytes of read-only fields would have changed.
     pub(crate) read_only: bool,
 }
 
@@ -47,7 +46,7 @@ pub(crate) struct ConfigSpace {
 }
 
 impl ConfigSpace {
-    /// Reads from `offset` on; bytes beyond the end read as 0.
+    /// Reads from `offset`; bytes beyond the end read as 0.
     pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
         let bytes = self.config.to_bytes();
         let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
@@ -57,8 +56,8 @@ impl ConfigSpace {
         data[count..].fill(0);
     }
 
-    /// Writes from `offset` on. Only `actual` and `poison_value` take the bytes meant for them:
-    /// some drivers write the whole structure back, and must not overwrite what the device wants.
+    /// Writes from `offset`. Only `actual` and `poison_value` take effect: some drivers write the
+    /// whole structure back, and must not overwrite the device's fields.
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> ConfigWrite {
         let mut bytes = self.config.to_bytes();
         let before = bytes;
@@ -77,7 +76,7 @@ impl ConfigSpace {
         result
     }
 
-    /// Changes whenever the device changes the space by itself.
+    /// Generation of the space; changes whenever the device changes the space by itself.
     pub(crate) fn generation(&self) -> u32 {
         self.generation
     }
@@ -90,7 +89,7 @@ impl ConfigSpace {
         u64::from(self.target_pages()) * PAGE_SIZE_BYTES
     }
 
-    /// Sets the size wanted; returns whether that changed anything.
+    /// Sets the target size; returns whether that changed anything.
     pub(crate) fn set_target_pages(&mut self, pages: u32) -> bool {
         let new = Config { num_pages: Le32::new(pages), ..self.config };
         self.change(new)
@@ -117,7 +116,7 @@ impl ConfigSpace {
         changed
     }
 
-    /// What the driver wrote is forgotten; what the device wants stays, but for hinting.
+    /// Clears what the driver wrote; the device's fields stay, except for the hinting command.
     pub(crate) fn reset(&mut self) {
         self.change(Config { num_pages: self.config.num_pages, ..Config::default() });
     }
@@ -141,7 +140,7 @@ mod tests {
         let mut space = ConfigSpace::default();
         space.set_target_pages(0x1234);
         space.set_hint_command(HintCommand::Start(7));
-        // What QEMU's generic vhost-user device does: all of it at once.
+        // QEMU's generic vhost-user device writes all of it at once.
         let write = space.write(0, &[0xff; 16]);
         assert_eq!(write, ConfigWrite { actual: true, read_only: true });
         assert_eq!(space.target_pages(), 0x1234);
@@ -153,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn writing_back_what_was_read_is_no_mistake() {
+    fn writing_back_the_same_values_is_not_an_error() {
         let mut space = ConfigSpace::default();
         space.set_target_pages(99);
         let mut copy = [0; 16];
@@ -175,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn the_generation_follows_the_device_only() {
+    fn only_changes_by_the_device_change_the_generation() {
         let mut space = ConfigSpace::default();
         assert!(space.set_target_pages(1));
         assert!(!space.set_target_pages(1));
@@ -187,7 +186,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn writes_at_any_place_touch_nothing_else(
+        fn writes_at_any_offset_change_nothing_else(
             offset in prop_oneof![0..20_u64, any::<u64>()],
             data in prop::collection::vec(any::<u8>(), 0..24),
         ) {

@@ -1,4 +1,4 @@
-//! What the device has done and what the driver has done wrong.
+//! Counters of the device's work and of the driver's mistakes.
 
 use std::fmt;
 use std::time::Instant;
@@ -15,14 +15,13 @@ use crate::log_limit::LogLimit;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum GuestError {
-    /// The available ring is inconsistent; the queue is not looked at again until the device is
-    /// reset.
+    /// The available ring is inconsistent; the queue is ignored until the device is reset.
     BrokenQueue,
     /// A chain starts at a descriptor that does not exist, so that it cannot be returned.
     BadHead,
     /// A chain has no usable descriptor.
     EmptyChain,
-    /// A chain has more descriptors or bytes than the device reads; the rest of it was ignored.
+    /// A chain has more descriptors or bytes than the device reads; the rest was ignored.
     OversizedChain,
     /// A descriptor has the wrong direction for its queue; it was ignored.
     WrongDirection,
@@ -30,32 +29,32 @@ pub enum GuestError {
     BadAddress,
     /// A buffer ends within an entry; the incomplete entry was ignored.
     PartialEntry,
-    /// Pages named are not guest memory; they were ignored.
+    /// The named pages are not guest memory; they were ignored.
     OutsideRam,
     /// A page was named twice in a buffer.
     DoublePage,
-    /// A reported or hinted range is not made of whole pages; the whole pages in it were used.
+    /// A reported or hinted range does not consist of whole pages; the whole pages in it were used.
     UnalignedRange,
-    /// A statistics buffer came while the device held another one.
+    /// A statistics buffer arrived while the device held another one.
     ExtraStatistics,
-    /// A hint came that belongs to no command in force; it was ignored.
+    /// A hint belongs to no active command; it was ignored.
     StaleHint,
-    /// The driver wrote to a field of the configuration space that it may only read.
+    /// The driver wrote to a read-only field of the configuration space.
     ReadOnlyConfig,
-    /// A message's header is incomplete, has an illegal value or is another queue's; the message
+    /// A message's header is incomplete, has an invalid value or is for another queue; the message
     /// was refused.
     BadMessage,
-    /// A message's payload is not as long as its header says; the message was refused.
+    /// The length of a message's payload differs from its header; the message was refused.
     MessageLength,
     /// A message is in an encoding that was not negotiated; it was refused.
     ForbiddenEncoding,
     /// A range of a message is empty or ends beyond the address space; the message was refused.
     BadRange,
-    /// An answer came that belongs to no request in force; it was ignored.
+    /// An answer belongs to no active request; it was ignored.
     StaleAnswer,
-    /// A buffer for a request came while the device held another one, which was returned.
+    /// A request buffer arrived while the device held another one, which was returned.
     ExtraRequestBuffer,
-    /// A buffer for a request is too short or not in guest memory; it was returned.
+    /// A request buffer is too short or not in guest memory; it was returned.
     ShortRequestBuffer,
 }
 
@@ -84,7 +83,7 @@ impl GuestError {
         Self::ShortRequestBuffer,
     ];
 
-    /// Name for people and for metrics.
+    /// Name in logs and metrics.
     pub const fn name(self) -> &'static str {
         match self {
             Self::BrokenQueue => "broken_queue",
@@ -111,22 +110,22 @@ impl GuestError {
     }
 }
 
-/// How often each mistake was made.
+/// Number of mistakes of each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ErrorCounts([u64; GuestError::ALL.len()]);
 
 impl ErrorCounts {
-    /// How often `error` was made.
+    /// Number of mistakes of kind `error`.
     pub const fn get(&self, error: GuestError) -> u64 {
         self.0[error as usize]
     }
 
-    /// All kinds with their counts, those never made included.
+    /// All kinds with their counts, zero counts included.
     pub fn iter(&self) -> impl Iterator<Item = (GuestError, u64)> {
         GuestError::ALL.into_iter().zip(self.0)
     }
 
-    /// How many mistakes were made.
+    /// Total number of mistakes.
     pub fn total(&self) -> u64 {
         self.0.iter().sum()
     }
@@ -138,19 +137,19 @@ impl Serialize for ErrorCounts {
     }
 }
 
-/// What came over a queue.
+/// Counters of one queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct QueueCounters {
     /// Chains taken from the queue.
     pub buffers: u64,
-    /// Bytes of guest memory named in them, without doubles within a buffer and without what is not
-    /// memory.
+    /// Bytes of guest memory named in them, without duplicates within a buffer and without
+    /// addresses outside memory.
     pub bytes: u64,
-    /// Contiguous ranges that these bytes formed.
+    /// Contiguous ranges formed by these bytes.
     pub ranges: u64,
-    /// Bytes of the arrays and messages that named pages; 0 for queues whose descriptors do that.
+    /// Bytes of the arrays and messages that named pages; 0 for queues whose descriptors name them.
     pub message_bytes: u64,
-    /// Time it took to read them and to find their ranges, in nanoseconds; discards are not in it.
+    /// Time spent reading them and computing their ranges, in nanoseconds, without discards.
     pub translate_ns: u64,
 }
 
@@ -161,7 +160,7 @@ impl QueueCounters {
         self.ranges += 1;
     }
 
-    /// Accounts for the time since `started`, and returns it in nanoseconds.
+    /// Adds the time since `started`, and returns it in nanoseconds.
     pub(crate) fn translated(&mut self, started: Instant) -> u64 {
         let elapsed_ns = elapsed_ns(started);
         self.translate_ns += elapsed_ns;
@@ -173,11 +172,11 @@ fn elapsed_ns(started: Instant) -> u64 {
     u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// How buffers of the inflate, deflate and host request queues named pages. Refused messages do not
-/// count.
+/// How buffers of the inflate, deflate and host request queues named pages. Refused messages are
+/// not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct EncodingCounters {
-    /// Bare arrays of page frame numbers, as the standard has them.
+    /// Bare arrays of page frame numbers, as in the standard.
     pub arrays: u64,
     /// Messages with page frame numbers.
     pub pfns: u64,
@@ -201,29 +200,29 @@ impl EncodingCounters {
 /// Requests for free pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct RequestCounters {
-    /// Requests that the driver was sent.
+    /// Requests sent to the driver.
     pub sent: u64,
     /// Requests that it answered completely.
     pub completed: u64,
-    /// Requests that it gave up.
+    /// Requests that it aborted.
     pub aborted: u64,
     /// Requests that the owner cancelled.
     pub cancelled: u64,
-    /// Bytes named in answers and not passed on because the guest relies on the content of free
+    /// Bytes named in answers but not passed on because the guest relies on the content of free
     /// pages.
     pub poisoned_bytes: u64,
 }
 
-/// What went back to the host.
+/// Memory returned to the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct DiscardCounters {
-    /// Bytes given back.
+    /// Bytes discarded.
     pub bytes: u64,
-    /// Ranges they were given back in.
+    /// Ranges discarded.
     pub ranges: u64,
-    /// System calls it took.
+    /// System calls for discards.
     pub syscalls: u64,
-    /// Time it took, in nanoseconds.
+    /// Time spent, in nanoseconds.
     pub elapsed_ns: u64,
     /// Bytes kept because discards were inhibited.
     pub inhibited_bytes: u64,
@@ -231,7 +230,7 @@ pub struct DiscardCounters {
     pub deferred_bytes: u64,
     /// Bytes kept because the guest fills free pages with a pattern.
     pub poisoned_bytes: u64,
-    /// Bytes kept because the driver was reset before their turn came.
+    /// Bytes kept because the driver was reset before they were discarded.
     pub dropped_bytes: u64,
     /// Discards that the host refused.
     pub failures: u64,
@@ -240,7 +239,7 @@ pub struct DiscardCounters {
 }
 
 impl DiscardCounters {
-    /// Accounts for the time since `started`.
+    /// Adds the time since `started`.
     pub(crate) fn took(&mut self, started: Instant) {
         self.elapsed_ns += elapsed_ns(started);
     }
@@ -269,7 +268,7 @@ impl DiscardCounters {
     }
 }
 
-/// Everything that is counted. Never reset.
+/// All counters. Never reset.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Counters {
     /// Pages that went into the balloon.
@@ -278,7 +277,7 @@ pub struct Counters {
     pub deflate: QueueCounters,
     /// Free pages reported.
     pub reporting: QueueCounters,
-    /// Free pages hinted at.
+    /// Free pages hinted.
     pub hinting: QueueCounters,
     /// Statistics buffers; their `bytes` and `ranges` stay 0.
     pub statistics: QueueCounters,
@@ -286,9 +285,9 @@ pub struct Counters {
     pub host_request: QueueCounters,
     /// Requests for free pages.
     pub requests: RequestCounters,
-    /// How pages were named.
+    /// Encodings of buffers.
     pub encodings: EncodingCounters,
-    /// What inflation and reporting gave back to the host.
+    /// Memory that inflation and reporting returned to the host.
     pub discard: DiscardCounters,
     /// Pages named by the driver that are not guest memory.
     pub rejected_pages: u64,
@@ -299,7 +298,7 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// What came over a queue.
+    /// Counters of a queue.
     pub fn queue(&self, kind: QueueKind) -> &QueueCounters {
         match kind {
             QueueKind::Inflate => &self.inflate,
@@ -331,7 +330,7 @@ pub(crate) struct Faults {
 }
 
 impl Faults {
-    /// Counts a mistake; logs it with `detail` unless too many have been logged of late.
+    /// Counts a mistake; logs it with `detail` unless the log limit is reached.
     pub(crate) fn count(&mut self, error: GuestError, detail: impl fmt::Display) {
         self.counts.0[error as usize] += 1;
         if let Some(suppressed) = self.limit.permit(Instant::now()) {
@@ -339,7 +338,7 @@ impl Faults {
         }
     }
 
-    /// Logs that the host refused something.
+    /// Logs an error of the host.
     pub(crate) fn log_host_error(&mut self, error: &dyn std::error::Error) {
         self.limit.log_host_error(error);
     }

@@ -1,4 +1,4 @@
-//! The device as its owner sees it.
+//! The device's interface for its owner.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,40 +23,39 @@ use crate::statistics::Collector;
 use crate::verify::ReportCheck;
 use crate::{BalloonConfig, BalloonError, StatisticsBuffer};
 
-/// Entries that each queue may have. Reporting needs 32 at least.
+/// Entries of each queue. Reporting needs at least 32.
 const QUEUE_SIZE: u16 = 128;
 
-/// The device's state for people and for the API.
+/// The device's state, for the API.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Info {
-    /// Size that the balloon is to have, in bytes.
+    /// Target size of the balloon in bytes.
     pub target_bytes: u64,
-    /// Size that the driver says it has, in bytes. A driver can say anything.
+    /// Size reported by the driver in bytes; not trusted.
     pub actual_bytes: u64,
     /// Pages of the balloon that wait to be discarded, in bytes.
     pub pending_bytes: u64,
     /// Whether a driver is active.
     pub active: bool,
-    /// Features offered.
+    /// Offered features.
     pub offered_features: u64,
-    /// Features negotiated; 0 without a driver.
+    /// Negotiated features; 0 without a driver.
     pub negotiated_features: u64,
     /// Names of the negotiated features.
     pub features: Vec<&'static str>,
-    /// Pattern with which the guest fills free pages, if it told one that keeps pages from being
-    /// discarded.
+    /// Pattern with which the guest fills free pages, if it keeps pages from being discarded.
     pub poison_value: Option<u32>,
-    /// How far free page hinting is.
+    /// State of free page hinting.
     pub hinting: HintPhase,
-    /// How far the request for free pages is.
+    /// State of the request for free pages.
     pub free_pages: RequestPhase,
-    /// Where the statistics buffer is.
+    /// Location of the statistics buffer.
     pub statistics_buffer: StatisticsBuffer,
-    /// Why nothing is discarded at present.
+    /// Reasons why nothing is discarded at present.
     pub inhibited: Vec<String>,
 }
 
-/// What a driver set up.
+/// State set up by a driver.
 #[derive(Debug)]
 pub(crate) struct Active {
     negotiated: Features,
@@ -92,7 +91,7 @@ pub struct Balloon {
 }
 
 impl Balloon {
-    /// A device for this memory.
+    /// Creates a device for this memory.
     ///
     /// # Errors
     /// [`BalloonError::TargetTooLarge`].
@@ -115,35 +114,35 @@ impl Balloon {
         Ok(balloon)
     }
 
-    /// Discards pages of this balloon without the lock that guards the device.
+    /// Returns a handle that discards pages of this balloon without the lock that guards the
+    /// device.
     pub fn discarder(&self) -> Discarder {
         self.discarder.clone()
     }
 
-    /// Overwrites pages from now on before they are discarded, or no more. Not those of a guest
-    /// that has negotiated `PAGE_POISON`: it relies on the content of pages that are not discarded
-    /// after all.
+    /// Turns overwriting pages before they are discarded on or off. Pages of a guest that has
+    /// negotiated `PAGE_POISON` are never overwritten: it relies on the content of pages that are
+    /// not discarded after all.
     pub fn set_report_check(&mut self, check: ReportCheck) {
         self.check = check;
         let relies_on_content = self.negotiated().contains(Feature::PagePoison);
         self.discarder.set_check(if relies_on_content { ReportCheck::None } else { check });
     }
 
-    /// Feature bits that the device offers. The transport adds those of virtio and of the rings.
+    /// Offered feature bits. The transport adds those of virtio and of the rings.
     pub fn device_features(&self) -> u64 {
         self.offered.0
     }
 
-    /// Features that the driver accepted, of those that virtio-balloon defines; none without a
-    /// driver.
+    /// Accepted features among those of virtio-balloon; none without a driver.
     pub fn negotiated(&self) -> Features {
         self.active.as_ref().map_or(Features::NONE, |active| active.negotiated)
     }
 
-    /// Largest size of each queue, by transport index.
+    /// Maximum size of each queue, by transport index.
     ///
-    /// Indexes that a declined or unoffered queue leaves unused are there nevertheless, because
-    /// drivers number the queues in different ways, see [`QueueMap`].
+    /// Indexes that a declined or unoffered queue leaves unused are included, because drivers
+    /// number the queues in different ways, see [`QueueMap`].
     pub fn queue_max_sizes(&self) -> Vec<u16> {
         let extended = self.offered.contains(Feature::HostRequest);
         vec![QUEUE_SIZE; if extended { MAX_QUEUES } else { STANDARD_QUEUES }]
@@ -154,8 +153,8 @@ impl Balloon {
         self.space.read(offset, data);
     }
 
-    /// The driver writes to the configuration space. Writes to fields that are not the driver's
-    /// have no effect.
+    /// Handles the driver's write to the configuration space. Writes to read-only fields have no
+    /// effect.
     pub fn write_config(&mut self, offset: u64, data: &[u8]) {
         let write = self.space.write(offset, data);
         if write.read_only {
@@ -165,7 +164,7 @@ impl Balloon {
             );
         }
         if write.actual && self.space.actual_pages() == self.space.target_pages() {
-            // The driver is through: nothing will come to complete the huge pages that wait.
+            // The driver has finished: no more pages will complete the huge pages that wait.
             self.flush();
         }
     }
@@ -175,13 +174,13 @@ impl Balloon {
         self.space.generation()
     }
 
-    /// The driver is ready. `queues` are all queues by transport index, whether the driver made
-    /// them ready or not; `negotiated_features` may contain the transport's bits.
+    /// Activates the device for a driver. `queues` are all queues by transport index, whether the
+    /// driver made them ready or not; `negotiated_features` may contain the transport's bits.
     ///
     /// [`process_queue`](Self::process_queue) must be called once for every queue after this.
     ///
     /// # Errors
-    /// [`BalloonError`] if the driver cannot be served with this. The transport should set
+    /// [`BalloonError`] if the driver cannot be served with these. The transport should set
     /// `DEVICE_NEEDS_RESET`.
     pub fn activate(
         &mut self,
@@ -216,8 +215,8 @@ impl Balloon {
         self.active.as_ref()?.queues.map.index(kind)
     }
 
-    /// Does a bounded amount of work on the queue with this transport index. Without a driver, or
-    /// with a queue that has no meaning, there is nothing to do.
+    /// Does a bounded amount of work on the queue with this transport index. Does nothing without a
+    /// driver or for a queue without a function.
     pub fn process_queue(&mut self, index: usize) -> Progress {
         // Taken out so that the handlers can borrow the device and the queue.
         let Some(mut active) = self.active.take() else { return Progress::default() };
@@ -240,8 +239,8 @@ impl Balloon {
         progress
     }
 
-    /// The driver reset the device, or the guest was reset: the balloon is empty, all pages are the
-    /// guest's, and nothing that the driver left behind is looked at again. The target stays.
+    /// Resets the device, because the driver did or the guest was reset: the balloon is empty, all
+    /// pages belong to the guest, and all state of the driver is dropped. The target stays.
     pub fn reset(&mut self) {
         self.active = None;
         self.discarder.clear();
@@ -252,8 +251,8 @@ impl Balloon {
         self.space.reset();
     }
 
-    /// Sets the size that the balloon is to have, in bytes, rounded down to pages. Returns whether
-    /// that changed the configuration, that is whether its interrupt is to be raised.
+    /// Sets the target size in bytes, rounded down to pages. Returns whether that changed the
+    /// configuration, which means that its interrupt must be raised.
     ///
     /// # Errors
     /// [`BalloonError::TargetTooLarge`].
@@ -266,23 +265,23 @@ impl Balloon {
         Ok(self.space.set_target_pages(pages))
     }
 
-    /// Size that the balloon is to have, in bytes.
+    /// Target size of the balloon in bytes.
     pub fn target_bytes(&self) -> u64 {
         self.space.target_bytes()
     }
 
-    /// Size that the driver says the balloon has, in bytes.
+    /// Size of the balloon reported by the driver, in bytes.
     pub fn actual_bytes(&self) -> u64 {
         u64::from(self.space.actual_pages()) * PAGE_SIZE_BYTES
     }
 
-    /// Everything that was counted since the device was made.
+    /// All counters since the device was created.
     pub fn counters(&self) -> Counters {
         let discard = self.counters.discard.sum(self.discarder.counters());
         Counters { errors: self.faults.counts(), discard, ..self.counters }
     }
 
-    /// The device's state for people.
+    /// The device's state, for the API.
     pub fn info(&self) -> Info {
         let negotiated = self.negotiated();
         Info {
@@ -311,7 +310,7 @@ impl Balloon {
         negotiated.contains(Feature::PagePoison) && self.space.poison_value() != 0
     }
 
-    /// Accounts for a discard.
+    /// Accounts for the result of a discard.
     pub(crate) fn account(&mut self, result: Result<DiscardOutcome, RamError>) {
         match result {
             Ok(outcome) => self.counters.discard.add(outcome),
@@ -322,7 +321,7 @@ impl Balloon {
         }
     }
 
-    /// The queues as they stand, by transport index; empty without a driver.
+    /// States of the queues, by transport index; empty without a driver.
     pub fn queue_states(&self) -> Vec<virtio_queue::QueueState> {
         let active = self.active.as_ref();
         active.map_or_else(Vec::new, |active| {
@@ -330,8 +329,8 @@ impl Balloon {
         })
     }
 
-    /// The state for a snapshot. Pages that wait are discarded first; hinting must have been
-    /// finished. A request for free pages goes on here, and is not part of the state.
+    /// Saves the state for a snapshot. Pages that wait are discarded first; hinting must have been
+    /// finished. A request for free pages continues on this device, and is not part of the state.
     pub fn save(&mut self) -> BalloonState {
         self.flush();
         BalloonState {
@@ -351,7 +350,7 @@ impl Balloon {
         }
     }
 
-    /// A device in a saved state. `queues` must be where they were when the state was taken.
+    /// Creates a device in a saved state. `queues` must have the positions of the time of the save.
     ///
     /// # Errors
     /// [`BalloonError`] if the state does not fit this version, this memory or these queues.
@@ -377,7 +376,7 @@ impl Balloon {
         balloon.hinting.unstopped_id = state.unstopped_hint_id;
         balloon.requests.last_id = state.last_request_id;
         if balloon.requests.last_id == u64::MAX {
-            return Err(BalloonError::State("it has used up the numbers of requests"));
+            return Err(BalloonError::State("its request numbers are exhausted"));
         }
         if let Some(negotiated) = state.negotiated {
             balloon.activate(negotiated, queues)?;
@@ -397,9 +396,7 @@ impl Balloon {
                 balloon.active.as_mut().and_then(|active| active.queue_mut(QueueKind::HostRequest));
             let exists = queue.is_some_and(|queue| buffer.head < queue.size());
             if !exists || !buffer.is_usable(balloon.ram.memory()) {
-                return Err(BalloonError::State(
-                    "it holds a buffer for requests that does not exist",
-                ));
+                return Err(BalloonError::State("it holds a request buffer that does not exist"));
             }
             balloon.requests.buffer = Some(buffer.clone());
         }

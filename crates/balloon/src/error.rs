@@ -1,4 +1,4 @@
-//! What can go wrong between the device and its owner.
+//! Errors between the device and its owner.
 
 use ebb_abi::balloon::{Features, QueueMapError};
 
@@ -9,27 +9,29 @@ use ebb_abi::balloon::{Features, QueueMapError};
 pub enum BalloonError {
     /// The balloon cannot be larger than guest memory.
     #[error(
-        "balloon target of {target_bytes} bytes exceeds the guest's {ram_bytes} bytes of memory; ask for at most that"
+        "balloon target of {target_bytes} bytes exceeds the guest's {ram_bytes} bytes of memory; \
+         request at most that much"
     )]
     TargetTooLarge {
-        /// Size asked for, in bytes.
+        /// Requested size in bytes.
         target_bytes: u64,
         /// Size of guest memory in bytes.
         ram_bytes: u64,
     },
 
     /// The device was activated twice.
-    #[error("the balloon is active already; reset it before it is activated again")]
+    #[error("the balloon is already active; reset it before activating it again")]
     AlreadyActive,
 
     /// The driver accepted a feature that was not offered.
     #[error(
-        "the driver accepted features {negotiated} of the offered {offered}; it must accept a subset"
+        "the driver accepted features {negotiated} of the offered {offered}; it must accept a \
+         subset"
     )]
     FeaturesNotOffered {
-        /// What the driver accepted.
+        /// Accepted features.
         negotiated: Features,
-        /// What was offered.
+        /// Offered features.
         offered: Features,
     },
 
@@ -51,14 +53,12 @@ pub enum BalloonError {
         feature: &'static str,
     },
 
-    /// Hinting was started while it was under way.
-    #[error("free page hinting is under way already; finish it first")]
+    /// Hinting was started while it was active.
+    #[error("free page hinting is already active; finish it first")]
     HintingActive,
 
-    /// Free pages were asked for while that was under way.
-    #[error(
-        "the guest is being asked for its free pages already; wait for the answer or cancel it"
-    )]
+    /// Free pages were requested while another request was active.
+    #[error("a request for free pages is already active; wait for the answer or cancel it")]
     RequestActive,
 
     /// A saved state cannot be used.

@@ -1,4 +1,4 @@
-//! What a driver told of its free pages, collected.
+//! Collection of the free pages that a driver named.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -9,58 +9,58 @@ use serde::Serialize;
 
 use crate::{AnswerMessage, EncodingCounters, HintEnd, HintSink};
 
-/// The largest block that Linux's allocator keeps on x86_64 by default: 4 MiB
-/// (include/linux/mmzone.h, `MAX_ORDER`).
+/// The largest block of Linux's allocator on x86_64 by default: 4 MiB (include/linux/mmzone.h,
+/// `MAX_ORDER`).
 pub const LARGEST_BLOCK: Order = Order(10);
 
-/// Free pages in figures.
+/// Summary of a set of free pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct FreePageSummary {
-    /// Bytes named, each page once.
+    /// Bytes named, each page counted once.
     pub bytes: u64,
-    /// Contiguous ranges that they form.
+    /// Number of contiguous ranges.
     pub ranges: u64,
-    /// Blocks by order that these ranges are made of, as a buddy allocator would have them: aligned
-    /// to their size, each as large as possible and at most [`LARGEST_BLOCK`]. Where free
-    /// neighbours were named in smaller blocks, the larger one counts.
+    /// Number of blocks by order in these ranges, as a buddy allocator would form them: aligned to
+    /// their size, each as large as possible and at most [`LARGEST_BLOCK`]. Where adjacent free
+    /// blocks were named separately, the larger block counts.
     pub blocks: [u64; LARGEST_BLOCK.0 as usize + 1],
     /// Bytes of them in whole blocks of 2 MiB.
     pub huge_block_bytes: u64,
-    /// The largest range in bytes.
+    /// Size of the largest range in bytes.
     pub largest_range_bytes: u64,
 }
 
-/// The pages of guest memory that a driver told of.
+/// Set of free pages named by a driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FreePageMap(PageBitmap);
 
 impl FreePageMap {
-    /// The empty set of pages of this memory.
+    /// An empty set for this memory.
     pub fn new(ram: &GuestRam) -> Self {
         Self(PageBitmap::new(&ram.page_ranges()))
     }
 
-    /// Adds those of the pages that are guest memory.
+    /// Adds the pages of the range that are guest memory.
     pub fn insert(&mut self, range: PageRange) {
         self.0.insert(range);
     }
 
-    /// Takes pages out, for example because they were written to.
+    /// Removes pages, for example because they were written to.
     pub fn remove(&mut self, range: PageRange) {
         self.0.remove(range);
     }
 
-    /// The pages as ranges in ascending order; one that crosses from a region to the next is two.
+    /// The pages as ranges in ascending order; a range that crosses regions is split.
     pub fn ranges(&self) -> impl Iterator<Item = PageRange> {
         self.0.ranges()
     }
 
-    /// The pages.
+    /// The pages as a bitmap.
     pub fn pages(&self) -> &PageBitmap {
         &self.0
     }
 
-    /// The set in figures.
+    /// Summary of the set.
     pub fn summary(&self) -> FreePageSummary {
         let mut summary = FreePageSummary::default();
         for range in self.ranges() {
@@ -74,7 +74,7 @@ impl FreePageMap {
     }
 }
 
-/// Takes a range apart into blocks.
+/// Splits a range into blocks and counts them.
 fn count_blocks(range: PageRange, blocks: &mut [u64; LARGEST_BLOCK.0 as usize + 1]) {
     let (mut first, end) = (range.start.0, range.end().0);
     while first < end {
@@ -85,7 +85,7 @@ fn count_blocks(range: PageRange, blocks: &mut [u64; LARGEST_BLOCK.0 as usize + 
     }
 }
 
-/// A [`HintSink`] that collects: one half goes to the device, the clone waits for the end.
+/// A [`HintSink`] that collects the pages; a clone of it waits for the end.
 #[derive(Clone, Debug)]
 pub struct FreePageCollector(Arc<(Mutex<Collected>, Condvar)>);
 
@@ -95,24 +95,24 @@ struct Collected {
     answer: Answer,
 }
 
-/// What is known of an answer besides the pages in it.
+/// Properties of an answer, apart from its pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Answer {
-    /// How it ended, and when; `None` as long as more may come.
+    /// How and when it ended; `None` as long as more may follow.
     pub end: Option<(HintEnd, Instant)>,
-    /// How its messages named pages; it has no bare arrays.
+    /// Encodings of its messages; it has no bare arrays.
     pub encodings: EncodingCounters,
     /// Length of all messages in bytes, headers included.
     pub message_bytes: u64,
-    /// Time it took the device to read them and to find their ranges, in nanoseconds.
+    /// Time the device spent reading them and computing their ranges, in nanoseconds.
     pub translate_ns: u64,
-    /// Memory named that is not in the map because the guest relies on the content of free pages,
-    /// in bytes; a page that was named twice counts twice.
+    /// Bytes named but not in the map because the guest relies on the content of free pages; a page
+    /// that was named twice counts twice.
     pub poisoned_bytes: u64,
 }
 
 impl FreePageCollector {
-    /// Nothing was told yet.
+    /// Creates an empty collector.
     pub fn new(ram: &GuestRam) -> Self {
         let collected = Collected { map: FreePageMap::new(ram), answer: Answer::default() };
         Self(Arc::new((Mutex::new(collected), Condvar::new())))
@@ -122,8 +122,8 @@ impl FreePageCollector {
         self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until no more will come, but not beyond `deadline`; then, `None`. Must not be called
-    /// with the device locked.
+    /// Waits for the end of the answer, but not beyond `deadline`; then returns `None`. Must not be
+    /// called with the device locked.
     pub fn wait(&self, deadline: Instant) -> Option<HintEnd> {
         let mut collected = self.lock();
         while collected.answer.end.is_none() {
@@ -137,17 +137,17 @@ impl FreePageCollector {
         collected.answer.end.map(|(end, _)| end)
     }
 
-    /// What is known so far besides the pages.
+    /// Properties of the answer so far.
     pub fn answer(&self) -> Answer {
         self.lock().answer
     }
 
-    /// What was told so far.
+    /// Pages named so far.
     pub fn map(&self) -> FreePageMap {
         self.lock().map.clone()
     }
 
-    /// What was told so far, in figures.
+    /// Summary of the pages named so far.
     pub fn summary(&self) -> FreePageSummary {
         self.lock().map.summary()
     }

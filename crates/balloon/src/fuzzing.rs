@@ -1,5 +1,5 @@
-//! Bodies of the fuzz targets: each takes any bytes, does with them what a hostile driver could do,
-//! and panics if the device misbehaves. They also run as ordinary tests.
+//! Bodies of the fuzz targets: each takes arbitrary bytes, does with them what a hostile driver
+//! could do, and panics if the device misbehaves. They also run as ordinary tests.
 //!
 //! A new target is a function here, a line in [`TARGETS`], and a file of three lines in
 //! `fuzz/fuzz_targets`.
@@ -31,10 +31,10 @@ pub const TARGETS: [Target; 9] = [
     ("balloon_host_request", host_request),
 ];
 
-/// Memory of a fuzzed guest: small, since each run maps it anew.
+/// Memory of a fuzzed guest; small, since each run maps it anew.
 const REGION_BYTES: u64 = 4 << 20;
 
-/// Steps of one run, so that long inputs do not take long.
+/// Maximum number of steps per run, so that long inputs do not take long.
 const MAX_STEPS: usize = 64;
 
 /// The inflate queue.
@@ -42,17 +42,17 @@ pub fn inflate(data: &[u8]) {
     run(QueueKind::Inflate, data);
 }
 
-/// The deflate queue. Nothing may vanish.
+/// The deflate queue. No page may lose its content.
 pub fn deflate(data: &[u8]) {
     run(QueueKind::Deflate, data);
 }
 
-/// The statistics queue. Nothing may vanish.
+/// The statistics queue. No page may lose its content.
 pub fn statistics(data: &[u8]) {
     run(QueueKind::Statistics, data);
 }
 
-/// The free page hinting queue. Nothing may vanish.
+/// The free page hinting queue. No page may lose its content.
 pub fn hinting(data: &[u8]) {
     run(QueueKind::FreePageHint, data);
 }
@@ -67,17 +67,17 @@ pub fn inflate_message(data: &[u8]) {
     run_extended(QueueKind::Inflate, data);
 }
 
-/// The deflate queue with messages. Nothing may vanish.
+/// The deflate queue with messages. No page may lose its content.
 pub fn deflate_message(data: &[u8]) {
     run_extended(QueueKind::Deflate, data);
 }
 
-/// The host request queue. Nothing may vanish.
+/// The host request queue. No page may lose its content.
 pub fn host_request(data: &[u8]) {
     run_extended(QueueKind::HostRequest, data);
 }
 
-/// The configuration space: what the device wants must not change.
+/// The configuration space: the device's fields must not change.
 pub fn config(data: &[u8]) {
     let mut input = Input(data);
     let mut guest = Guest::new(Setup { region_bytes: REGION_BYTES, ..Setup::default() });
@@ -103,7 +103,7 @@ pub fn config(data: &[u8]) {
     }
 }
 
-/// Plays a driver that does to one queue whatever `data` says.
+/// Runs a driver that operates one queue as `data` directs.
 fn run(kind: QueueKind, data: &[u8]) {
     let mut input = Input(data);
     let chosen = Features(input.number(1)) & Features::ALL_BALLOON;
@@ -124,7 +124,7 @@ fn play(kind: QueueKind, offered: Features, chosen: Features, mut input: Input<'
     let setup =
         Setup { offered, negotiated, numbering, region_bytes: REGION_BYTES, ..Setup::default() };
     let mut guest = Guest::new(setup);
-    // Few: marking them is most of a run's time.
+    // Only a few pages: marking them takes most of a run's time.
     let canary = PageRange::new(guest.high_pages().start, 64);
     guest.mark(canary);
 
@@ -156,13 +156,13 @@ fn play(kind: QueueKind, offered: Features, chosen: Features, mut input: Input<'
     }
 }
 
-/// One thing that a driver, or the device's owner, can do.
+/// One action of a driver, or of the device's owner.
 fn step(guest: &mut Guest, kind: QueueKind, input: &mut Input<'_>) {
     if guest.balloon.negotiated().0 & Features::EXTENSION.0 != 0 && input.number(1) % 4 < 3 {
         return extension_step(guest, kind, input);
     }
     match input.number(1) % 12 {
-        // A sound chain with any content.
+        // A valid chain with arbitrary content.
         0..4 => {
             let count = 1 + input.number(1) as usize % 4;
             let chain: Vec<Buffer> = (0..count)
@@ -175,7 +175,7 @@ fn step(guest: &mut Guest, kind: QueueKind, input: &mut Input<'_>) {
                 .collect();
             guest.offer(kind, &chain);
         }
-        // A chain of any ranges in or near memory.
+        // A chain of arbitrary ranges in or near memory.
         4 | 5 => {
             let page = input.number(2) % 0x500;
             let address =
@@ -186,7 +186,7 @@ fn step(guest: &mut Guest, kind: QueueKind, input: &mut Input<'_>) {
                 &[Buffer { address, length, writable: !input.number(1).is_multiple_of(4) }],
             );
         }
-        // Any descriptor anywhere, with any head.
+        // Arbitrary descriptors and heads.
         6 => {
             let (index, flags, next) =
                 (input.number(1) as u16, input.number(1) as u16, input.number(1) as u16);
@@ -212,10 +212,10 @@ fn step(guest: &mut Guest, kind: QueueKind, input: &mut Input<'_>) {
     }
 }
 
-/// Something that a driver with the extension does, or the owner of its device.
+/// One action of a driver with the extension, or of its device's owner.
 fn extension_step(guest: &mut Guest, kind: QueueKind, input: &mut Input<'_>) {
     match input.number(1) % 8 {
-        // A message that is nearly sound.
+        // A message that is nearly valid.
         0..5 => {
             let bytes = near_message(kind, input);
             let (head, tail) = bytes.split_at(input.number(1) as usize % bytes.len());
@@ -246,7 +246,7 @@ fn extension_step(guest: &mut Guest, kind: QueueKind, input: &mut Input<'_>) {
     }
 }
 
-/// A message of which each field is probably legal.
+/// A message, each field of which is probably valid.
 fn near_message(kind: QueueKind, input: &mut Input<'_>) -> Vec<u8> {
     let command = match kind {
         QueueKind::Inflate => 1,
@@ -281,7 +281,7 @@ fn near_message(kind: QueueKind, input: &mut Input<'_>) -> Vec<u8> {
         .chain([request_id, start, count].into_iter().flat_map(u64::to_le_bytes))
         .collect();
     if encoding == 3 {
-        // Ranges near memory; any bytes are hardly ever legal.
+        // Ranges near memory, since arbitrary bytes are hardly ever valid.
         for _ in 0..entries {
             let first = likely(input.number(2) % 0x500 + ((input.number(1) % 2) << 20), input);
             let pages = likely(input.number(1), input);
@@ -294,7 +294,7 @@ fn near_message(kind: QueueKind, input: &mut Input<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Something that the device's owner does.
+/// One action of the device's owner.
 fn owner_step(guest: &mut Guest, input: &mut Input<'_>) {
     let balloon = &mut guest.balloon;
     match input.number(1) % 7 {
@@ -323,7 +323,7 @@ fn owner_step(guest: &mut Guest, input: &mut Input<'_>) {
     }
 }
 
-/// Checks that hints are ranges in order, and that none follows the end.
+/// Checks that hinted ranges are sorted, and that none follows the end.
 struct CheckingSink {
     ended: bool,
 }
@@ -340,7 +340,7 @@ impl HintSink for CheckingSink {
     }
 }
 
-/// Bytes to be consumed from the front; zeros once they are used up.
+/// Bytes consumed from the front; zeros once they are used up.
 struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {

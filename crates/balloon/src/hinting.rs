@@ -1,8 +1,8 @@
 //! Free page hinting (virtio 1.3 section 5.5.6.4).
 //!
 //! The device sets a command number in the configuration space. The driver repeats it on the queue,
-//! then sends free blocks, then STOP. The driver may use a hinted page again at any time without a
-//! word: a hint says only that the page's content did not matter when the command was issued. So
+//! then sends free blocks, then STOP. The driver may use a hinted page again at any time without
+//! notice: a hint says only that the page's content did not matter when the command was issued. So
 //! nothing is ever discarded on a hint; hints go to a [`HintSink`], such as a migration that skips
 //! those pages unless they are written to later.
 
@@ -18,18 +18,18 @@ use crate::counters::GuestError;
 use crate::queue::DeviceQueue;
 use crate::{Balloon, BalloonError, Progress};
 
-/// Receives hints: of free page hinting, and of the answers to requests for free pages. Called with
-/// the device locked: it must not call the device and should be quick.
+/// Receives the hints of free page hinting and of the answers to requests for free pages. Called
+/// with the device locked: it must not call the device and should be quick.
 ///
-/// A migration may leave hinted pages out unless they were written to since the command or request
-/// was issued, whether it has found out about the write already or not. Nothing else may be done
-/// with them: the guest may use them by now.
+/// A migration may skip hinted pages unless they were written to since the command or request was
+/// issued, whether it has seen the write already or not. Hints permit nothing else: the guest may
+/// already use the pages.
 pub trait HintSink: Send {
-    /// The content of these pages did not matter when the command or request was issued. Sorted,
-    /// disjoint, inside guest memory; further calls may name the same pages again.
+    /// The content of these pages did not matter when the command or request was issued. The ranges
+    /// are sorted, disjoint and inside guest memory; further calls may name the same pages again.
     fn hint(&mut self, ranges: &[PageRange]);
 
-    /// A message of the answer to a request for free pages has been dealt with. Free page hinting
+    /// A message of the answer to a request for free pages has been processed. Free page hinting
     /// has no messages.
     fn answered(&mut self, _message: AnswerMessage) {}
 
@@ -40,42 +40,41 @@ pub trait HintSink: Send {
 /// A message of an answer to a request for free pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AnswerMessage {
-    /// How it named pages.
+    /// Its encoding of pages.
     pub encoding: Encoding,
     /// Its length in bytes, header included.
     pub size_bytes: u64,
-    /// Time it took to read it and to find its ranges, in nanoseconds.
+    /// Time spent reading it and computing its ranges, in nanoseconds.
     pub translate_ns: u64,
-    /// Memory that it named and that was not passed on because the guest relies on the content of
-    /// free pages, in bytes.
+    /// Bytes named in it but not passed on because the guest relies on the content of free pages.
     pub poisoned_bytes: u64,
 }
 
-/// Why hints ended.
+/// Reason for the end of the hints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HintEnd {
-    /// The driver has told of all its free pages.
+    /// The driver has named all its free pages.
     Complete,
-    /// The driver has given up. What it told is valid, but not everything.
+    /// The driver aborted. The pages named are valid but incomplete.
     Aborted,
-    /// The owner stopped or finished before the driver was through.
+    /// The owner stopped or finished before the driver was done.
     Cancelled,
     /// The driver reset the device.
     Reset,
 }
 
-/// How far hinting is.
+/// State of free page hinting.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HintPhase {
-    /// Nothing is going on.
+    /// Not active.
     #[default]
     Idle,
-    /// The driver has been asked and has not begun.
+    /// The command is set and the driver has not begun.
     Requested,
-    /// Hints are coming.
+    /// The driver is sending hints.
     Running,
-    /// No more hints come; the driver keeps the hinted pages aside until the owner finishes.
+    /// No more hints arrive; the driver keeps the hinted pages aside until the owner finishes.
     Stopped,
 }
 
@@ -106,8 +105,7 @@ impl Hinting {
         self.phase
     }
 
-    /// Begins; returns the command to set. A number that the driver has not stopped is not used
-    /// again.
+    /// Starts; returns the command to set. A number that the driver has not stopped is not reused.
     fn start(&mut self, sink: Box<dyn HintSink>) -> HintCommand {
         let mut command = HintCommand::start_after(self.last_id);
         if self.unstopped_id == Some(command.id()) {
@@ -120,7 +118,7 @@ impl Hinting {
         command
     }
 
-    /// The driver sent a command number. Returns whether it made sense.
+    /// Handles a command number of the driver. Returns whether it was valid.
     fn receive_id(&mut self, id: u32) -> bool {
         match (HintCommand::from_id(id), self.phase) {
             (HintCommand::Start(id), HintPhase::Requested) if id == self.last_id => {
@@ -133,16 +131,16 @@ impl Hinting {
                 true
             }
             (HintCommand::Stop, _) => {
-                // For a command that was cancelled meanwhile.
+                // For a command that has been cancelled since.
                 self.unstopped_id = None;
                 true
             }
-            // Linux repeats the number it took up, which the owner may have overtaken.
+            // Linux repeats the number it saw, which the owner may have replaced since.
             _ => false,
         }
     }
 
-    /// Passes hints on if they belong to the command in force.
+    /// Passes hints on if they belong to the active command.
     fn receive(&mut self, ranges: &[PageRange]) -> bool {
         let running = self.phase == HintPhase::Running;
         if let Some(sink) = self.sink.as_mut().filter(|_| running && !ranges.is_empty()) {
@@ -151,7 +149,7 @@ impl Hinting {
         running
     }
 
-    /// Goes to `phase`; tells the sink the first time that hints end.
+    /// Enters `phase`; notifies the sink the first time that hints end.
     fn end(&mut self, phase: HintPhase, end: HintEnd) {
         self.phase = phase;
         if let Some(mut sink) = self.sink.take() {
@@ -184,7 +182,7 @@ impl Balloon {
     }
 
     /// Asks the driver to send no more hints; it keeps the hinted pages aside. Returns whether the
-    /// configuration changed, that is whether its interrupt is to be raised.
+    /// configuration changed, which means that its interrupt must be raised.
     pub fn stop_hinting(&mut self) -> bool {
         if !matches!(self.hinting.phase, HintPhase::Requested | HintPhase::Running) {
             return false;
@@ -193,9 +191,9 @@ impl Balloon {
         self.space.set_hint_command(HintCommand::Stop)
     }
 
-    /// Lets the driver use the hinted pages again. To be called at the end of whatever wanted the
-    /// hints, also when it was cancelled or failed, and when the virtual machine stops. Returns
-    /// whether the configuration changed, that is whether its interrupt is to be raised.
+    /// Lets the driver use the hinted pages again. Must be called when the user of the hints ends,
+    /// also after cancellation or failure, and when the virtual machine stops. Returns whether the
+    /// configuration changed, which means that its interrupt must be raised.
     pub fn finish_hinting(&mut self) -> bool {
         if self.hinting.phase == HintPhase::Idle {
             return false;
@@ -204,7 +202,7 @@ impl Balloon {
         self.space.set_hint_command(HintCommand::Done)
     }
 
-    /// How far hinting is.
+    /// State of hinting.
     pub fn hint_phase(&self) -> HintPhase {
         self.hinting.phase()
     }
@@ -214,8 +212,7 @@ impl Balloon {
         let mut budget = Budget::new();
         while let Some(chain) = queue.next_chain(ram.memory(), &mut budget, &mut self.faults) {
             let head = chain.head_index();
-            // A chain is a command number or blocks, told apart by the first descriptor's
-            // direction.
+            // A chain is a command number or blocks, depending on the first descriptor's direction.
             let is_hint = chain.clone().next().is_some_and(|descriptor| descriptor.is_write_only());
             if is_hint {
                 self.read_ranges(chain, &mut budget);

@@ -1,9 +1,9 @@
 //! The host request queue (docs/extension.md, "Host requests").
 //!
-//! The driver leaves a buffer with the device. When the owner wants to know which pages are free,
-//! the device writes a numbered request into it and gives it back; the driver answers with
-//! messages. As with free page hinting, the pages named may be in use again by the time they are
-//! read, so they go to a [`HintSink`] and are never discarded.
+//! The driver leaves a buffer with the device. When the owner requests the free pages, the device
+//! writes a numbered request into the buffer and returns it; the driver answers with messages. As
+//! with free page hinting, the pages named may be in use again by the time they are read, so they
+//! go to a [`HintSink`] and are never discarded.
 
 use ebb_abi::balloon::extension::{
     AnswerStatus, HostRequest, MAX_PAGE_SHIFT, Purpose, REQUEST_BYTES,
@@ -21,25 +21,25 @@ use crate::message::{Message, Verdict};
 use crate::queue::DeviceQueue;
 use crate::{AnswerMessage, Balloon, BalloonError, HintEnd, HintSink, Progress};
 
-/// Pieces of a request buffer at most: one for each byte.
+/// Maximum number of pieces of a request buffer: one per byte.
 const MAX_PIECES: usize = REQUEST_BYTES;
 
-/// How far a request is.
+/// State of a request for free pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RequestPhase {
-    /// Nothing is asked for.
+    /// No request is active.
     #[default]
     Idle,
     /// The driver has not left a buffer for the request yet.
     Waiting,
-    /// The driver has been asked and has not begun to answer.
+    /// The request is sent and the driver has not begun to answer.
     Sent,
-    /// The answer is coming.
+    /// The driver is answering.
     Answering,
 }
 
-/// Where in guest memory a request can be written.
+/// Location of a request buffer in guest memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestBuffer {
     /// Head of the chain.
@@ -50,7 +50,7 @@ pub struct RequestBuffer {
 }
 
 impl RequestBuffer {
-    /// Whether all of a request can be written.
+    /// Whether a whole request can be written.
     pub(crate) fn is_usable(&self, memory: &GuestMemory) -> bool {
         let inside = |(address, length): &(u64, u32)| {
             memory.check_range(GuestAddress(*address), *length as usize)
@@ -86,7 +86,7 @@ pub(crate) struct HostRequests {
     page_shift: u32,
     /// The buffer that the driver left.
     pub(crate) buffer: Option<RequestBuffer>,
-    /// A request that the owner gave up and that the driver may still be answering.
+    /// A request that the owner cancelled and that the driver may still be answering.
     withdrawn: Option<u64>,
     sink: Option<Box<dyn HintSink>>,
 }
@@ -108,7 +108,7 @@ impl HostRequests {
         self.phase
     }
 
-    /// What is to be sent when there is a buffer for it.
+    /// The message to send once there is a buffer.
     fn wanted(&self) -> Option<HostRequest> {
         let withdrawn = self.withdrawn.map(|request_id| HostRequest::Cancel { request_id });
         match self.phase {
@@ -121,7 +121,7 @@ impl HostRequests {
         }
     }
 
-    /// A request was sent. It ends earlier answers.
+    /// Records that a request was sent. It ends earlier answers.
     fn sent(&mut self) {
         self.withdrawn = None;
         if self.phase == RequestPhase::Waiting {
@@ -129,7 +129,7 @@ impl HostRequests {
         }
     }
 
-    /// Whether this is the request in force; from its first message on it is being answered.
+    /// Whether this is the active request; its first message starts the answer.
     fn accept(&mut self, request_id: u64) -> bool {
         let in_force = matches!(self.phase, RequestPhase::Sent | RequestPhase::Answering);
         let accepted = in_force && request_id == self.last_id;
@@ -146,7 +146,7 @@ impl HostRequests {
         }
     }
 
-    /// The driver is gone. Numbers go on.
+    /// Drops the driver's state. Numbering continues.
     pub(crate) fn reset(&mut self) {
         self.buffer = None;
         self.withdrawn = None;
@@ -156,12 +156,11 @@ impl HostRequests {
 
 impl Balloon {
     /// Requests the free blocks of at least this order from the driver; `sink` receives them.
-    /// Returns whether the interrupt of the host request queue is to be raised.
+    /// Returns whether the interrupt of the host request queue must be raised.
     ///
     /// The guest may never answer: the caller sets a time limit and calls
-    /// [`cancel_free_pages`](Self::cancel_free_pages). Writes to memory must be
-    /// recorded from before this call on if pages are to be left out of a migration because of the
-    /// answer.
+    /// [`cancel_free_pages`](Self::cancel_free_pages). If a migration is to skip pages because of
+    /// the answer, writes to memory must be recorded from before this call on.
     ///
     /// # Errors
     /// [`BalloonError::NotNegotiated`], [`BalloonError::RequestActive`].
@@ -184,9 +183,9 @@ impl Balloon {
         Ok(self.send_request_now())
     }
 
-    /// Gives up a request, if there is one: what the driver still answers is ignored. To be called
-    /// at the end of a time limit, and when whatever wanted to know has ended. Returns whether the
-    /// interrupt of the host request queue is to be raised.
+    /// Cancels the active request, if any: further answers are ignored. Must be called at the end
+    /// of a time limit, and when the requester has ended. Returns whether the interrupt of the host
+    /// request queue must be raised.
     pub fn cancel_free_pages(&mut self) -> bool {
         let requests = &mut self.requests;
         match requests.phase {
@@ -201,18 +200,18 @@ impl Balloon {
         self.send_request_now()
     }
 
-    /// Number of the latest request, which may have ended; 0 if there never was one.
+    /// Number of the latest request, which may have ended; 0 if none was ever made.
     pub fn last_request_id(&self) -> u64 {
         self.requests.last_id
     }
 
-    /// How far the request for free pages is.
+    /// State of the request for free pages.
     pub fn request_phase(&self) -> RequestPhase {
         self.requests.phase()
     }
 
-    /// Sends what is to be sent, from outside of the queue's processing; returns whether its
-    /// interrupt is to be raised.
+    /// Sends the pending message, outside of the queue's processing; returns whether the queue's
+    /// interrupt must be raised.
     fn send_request_now(&mut self) -> bool {
         let Some(mut active) = self.active.take() else { return false };
         let mut interrupt = false;
@@ -224,7 +223,7 @@ impl Balloon {
         interrupt
     }
 
-    /// Sends what is to be sent if the driver left a buffer for it.
+    /// Sends the pending message if the driver left a buffer for it.
     fn send_request(&mut self, queue: &mut DeviceQueue) {
         let Some(request) = self.requests.wanted() else { return };
         let Some(buffer) = self.requests.buffer.take() else { return };
@@ -252,7 +251,7 @@ impl Balloon {
             } else {
                 let next = queue.next_chain(ram.memory(), &mut budget, &mut self.faults);
                 let Some(chain) = next else { break };
-                // A chain is a buffer or a message, told apart by the first descriptor's direction.
+                // A chain is a buffer or a message, depending on the first descriptor's direction.
                 if chain.clone().next().is_some_and(|descriptor| descriptor.is_write_only()) {
                     self.receive_buffer(chain, queue, &mut budget);
                     continue;
@@ -271,7 +270,7 @@ impl Balloon {
         queue.finish_round(ram.memory(), &budget, &mut self.faults)
     }
 
-    /// The driver left a buffer for a request.
+    /// Takes a request buffer of the driver.
     fn receive_buffer(&mut self, chain: Chain<'_>, queue: &mut DeviceQueue, budget: &mut Budget) {
         let ram = self.ram.clone();
         let head = chain.head_index();
@@ -288,18 +287,18 @@ impl Balloon {
             );
             queue.complete(ram.memory(), head, &mut self.faults);
         } else if head >= queue.size() {
-            // A chain that can never be given back must not take the place of one that can.
+            // A chain that can never be returned must not take the place of one that can.
             queue.complete(ram.memory(), head, &mut self.faults);
         } else {
             if let Some(former) = self.requests.buffer.replace(buffer) {
-                self.faults.count(GuestError::ExtraRequestBuffer, "a second buffer for requests");
+                self.faults.count(GuestError::ExtraRequestBuffer, "a second request buffer");
                 queue.complete(ram.memory(), former.head, &mut self.faults);
             }
             self.send_request(queue);
         }
     }
 
-    /// Passes the pages of a message on, as far as the budget goes.
+    /// Passes the pages of a message on, as far as the budget allows.
     fn receive_answer(&mut self, message: &mut Message, negotiated: Features, budget: &mut Budget) {
         // Unlike a hinted page, a free page is not allocated: when the guest next takes it, it
         // expects its poison pattern or zeros there, which a migration that skips the page would
@@ -322,7 +321,7 @@ impl Balloon {
         }
     }
 
-    /// A message is through; it may have been the answer's last.
+    /// Ends a message, which may be the answer's last.
     fn finish_answer(&mut self, message: Message) {
         let verdict = message.verdict;
         let answered = AnswerMessage {

@@ -16,7 +16,7 @@ use crate::queue::DeviceQueue;
 use crate::verify::{ReportCheck, overwrite};
 use crate::{Balloon, Progress};
 
-/// Buffers that are reused from chain to chain.
+/// Buffers reused from chain to chain.
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
     pub(crate) bytes: Vec<u8>,
@@ -40,8 +40,8 @@ impl Balloon {
         {
             while self.next_portion(&mut message, QueueKind::Inflate, &mut budget) {
                 let inserted = self.inflate(poisoned);
-                // What is due is best discarded before more comes, by someone who does not hold the
-                // device's lock; what was discarded here held it long enough.
+                // Pages that are due are best discarded before more arrive, outside of the device's
+                // lock; a discard done here held the lock long enough.
                 let is_enough = match inserted {
                     Inserted::Waiting => self.discarder.is_due(),
                     Inserted::Discarded => true,
@@ -63,7 +63,7 @@ impl Balloon {
             }
         }
         if !may_discard_later {
-            // Once answered, the driver may use these pages again without a word.
+            // Once answered, the driver may use these pages again without notice.
             self.discarder.flush();
             for head in unanswered {
                 queue.complete(ram.memory(), head, &mut self.faults);
@@ -95,13 +95,13 @@ impl Balloon {
             }
             let head = message.head;
             self.finish_message(message);
-            // From here on the driver uses the pages.
+            // From here on the driver may use the pages.
             queue.complete(ram.memory(), head, &mut self.faults);
         }
         queue.finish_round(ram.memory(), &budget, &mut self.faults)
     }
 
-    /// The message under way, or the next one.
+    /// The message in progress, or the next one.
     pub(crate) fn next_message(
         &mut self,
         queue: &mut DeviceQueue,
@@ -117,7 +117,7 @@ impl Balloon {
         Some(self.read_timed_message(chain, kind, negotiated, budget))
     }
 
-    /// Reads a message and accounts for the time it took.
+    /// Reads a message and accounts for the time.
     pub(crate) fn read_timed_message(
         &mut self,
         chain: Chain<'_>,
@@ -132,7 +132,7 @@ impl Balloon {
     }
 
     /// Puts the next pages of a message into `scratch.ranges` and counts them. Returns whether
-    /// there were any; if not, the message is through or the budget used up.
+    /// there were any; otherwise the message is finished or the budget exhausted.
     pub(crate) fn next_portion(
         &mut self,
         message: &mut Message,
@@ -152,7 +152,7 @@ impl Balloon {
         !self.scratch.ranges.is_empty()
     }
 
-    /// The pages in `scratch.ranges` go into the balloon.
+    /// Adds the pages in `scratch.ranges` to the balloon.
     fn inflate(&mut self, poisoned: bool) -> Inserted {
         if poisoned {
             let bytes: u64 = self.scratch.ranges.iter().map(|range| range.size_bytes()).sum();
@@ -162,14 +162,14 @@ impl Balloon {
         self.discarder.insert(&self.scratch.ranges)
     }
 
-    /// Discards all waiting pages and forgets the rest: the driver is about to use pages of the
-    /// balloon without naming them, so pages named earlier must not be discarded after this.
+    /// Discards all waiting pages and drops the remaining state: the driver is about to use pages
+    /// of the balloon without naming them, so pages named earlier must not be discarded after this.
     fn settle_balloon(&mut self) {
         self.discarder.flush();
         self.ram.reclaim_all();
     }
 
-    /// Accounts for pages asked for that are not guest memory.
+    /// Accounts for named pages that are not guest memory.
     pub(crate) fn reject_outside(&mut self, pages: u64) {
         if pages > 0 {
             self.counters.rejected_pages = self.counters.rejected_pages.saturating_add(pages);
@@ -177,13 +177,13 @@ impl Balloon {
         }
     }
 
-    /// Discards all pages of the balloon that still wait for it, see
+    /// Discards all pages of the balloon that wait, see
     /// [`Discarder::flush`](crate::Discarder::flush).
     pub fn flush(&mut self) {
         self.discarder.flush();
     }
 
-    /// Discards pages that the driver may use again at once.
+    /// Discards pages that the driver may use again immediately.
     pub(crate) fn discard(&mut self, ranges: &[PageRange]) {
         if !ranges.is_empty() {
             if self.discarder.check() == ReportCheck::Overwrite {

@@ -1,9 +1,9 @@
 //! A complete virtio-balloon device (virtio 1.3 section 5.5), independent of KVM and of the
 //! transport.
 //!
-//! [`Balloon`] takes virtqueues and guest memory. Page frame numbers and ranges that the driver
-//! sends are checked, sorted, deduplicated and coalesced, and go to
-//! [`GuestRam`](ebb_guest_ram::GuestRam), which gives them back to the host.
+//! [`Balloon`] takes virtqueues and guest memory. Page frame numbers and ranges from the driver are
+//! checked, sorted, deduplicated and coalesced, and passed to
+//! [`GuestRam`](ebb_guest_ram::GuestRam), which returns them to the host.
 //!
 //! # Driving the device
 //!
@@ -19,29 +19,30 @@
 //!     if progress.due { release the lock; discarder.discard_due(); take the lock }
 //!     if !progress.more { break }
 //! }
-//! if progress.pending { call discarder.flush() when nothing has happened for some milliseconds }
+//! if progress.pending { call discarder.flush() after some milliseconds without activity }
 //! ```
 //!
-//! A call does a bounded amount of work. What the driver does wrong is counted by kind
-//! ([`GuestError`]), logged at a limited rate, and never stops the device.
+//! A call does a bounded amount of work. The driver's mistakes are counted by kind
+//! ([`GuestError`]), logged at a limited rate, and never stop the device.
 //!
 //! # Why inflation is acknowledged first
 //!
 //! Linux sends at most 256 page frame numbers, 1 MiB, in a buffer and waits for the answer. Half of
-//! a transparent huge page cannot go back to the host at once: the host has to split it. When
-//! `MUST_TELL_HOST` was negotiated, the device may take pages of the balloon at any time until the
-//! driver asks for them back (section 5.5.6.2). So it answers first, gathers what arrives into
-//! whole huge pages, and discards several of those at a time while the guest already looks for more
-//! pages. What does not form a whole huge page waits in a bounded set for [`Discarder::flush`].
+//! a transparent huge page cannot be returned to the host immediately: the host has to split it.
+//! When `MUST_TELL_HOST` was negotiated, the device may take pages of the balloon at any time until
+//! the driver asks for them back (section 5.5.6.2). So it answers first, gathers arriving pages
+//! into whole huge pages, and discards several of those at a time while the guest already collects
+//! more pages. Pages that do not form a whole huge page wait in a bounded set for
+//! [`Discarder::flush`].
 //!
 //! # The extension
 //!
 //! With features 50 to 52 (docs/extension.md), which are offered only if
 //! [`BalloonConfig::features`] has them, buffers are messages that name pages by numbers, a bitmap
-//! or ranges, and the owner can ask for the guest's free pages with
-//! [`Balloon::request_free_pages`]. The answer goes to the same [`HintSink`] as hints, under the
-//! same rule; [`FreePageCollector`] is one. A message can name all of memory: it is worked on in
-//! portions, so that a call stays short and what becomes due is discarded between two calls.
+//! or ranges, and the owner can request the guest's free pages with
+//! [`Balloon::request_free_pages`]. The answer goes to a [`HintSink`] like hints, under the same
+//! rule; [`FreePageCollector`] is one. A message can name all of memory: it is processed in
+//! portions, so that a call stays short and pages that become due are discarded between two calls.
 
 mod budget;
 mod chain;

@@ -1,15 +1,14 @@
-//! Log lines that a guest can cause, at a limited rate: a guest must not be able to fill the host's
-//! log.
+//! A rate limit for log lines that a guest can cause, so that a guest cannot fill the host's log.
 
 use std::time::{Duration, Instant};
 
-/// Lines in a period of [`PERIOD`].
+/// Maximum number of lines per [`PERIOD`].
 const LINES: u32 = 5;
 
 /// See [`LINES`].
 const PERIOD: Duration = Duration::from_secs(30);
 
-/// Allows a few lines in each period. Transports use it for what a guest does to them.
+/// Permits a few lines in each period. Transports use it for errors caused by a guest.
 #[derive(Debug, Default)]
 pub struct LogLimit {
     period_start: Option<Instant>,
@@ -18,13 +17,13 @@ pub struct LogLimit {
 }
 
 impl LogLimit {
-    /// Nothing was logged yet.
+    /// Creates a limit under which nothing was logged yet.
     pub const fn new() -> Self {
         Self { period_start: None, lines: 0, suppressed: 0 }
     }
 
-    /// Whether a line may be logged at `now`; if so, how many have been left out since the last
-    /// one.
+    /// Returns the number of lines suppressed since the last one if a line may be logged at `now`;
+    /// else `None`.
     pub fn permit(&mut self, now: Instant) -> Option<u64> {
         let expired =
             self.period_start.is_none_or(|start| now.saturating_duration_since(start) >= PERIOD);
@@ -40,7 +39,7 @@ impl LogLimit {
         Some(std::mem::take(&mut self.suppressed))
     }
 
-    /// Logs that the host refused something; a driver can bring that about as often as it likes.
+    /// Logs an error of the host; a driver can cause these at any rate.
     pub(crate) fn log_host_error(&mut self, error: &dyn std::error::Error) {
         if let Some(suppressed) = self.permit(Instant::now()) {
             tracing::error!(suppressed, "balloon: {error}");

@@ -1,8 +1,8 @@
-//! Messages of the inflate, deflate and host request queues while they are being worked on.
+//! Messages of the inflate, deflate and host request queues during processing.
 //!
 //! A message is a bare array of page frame numbers, as in the standard, or a header and a payload
-//! (docs/extension.md). It can name far more than one call should deal with, so it is worked on in
-//! portions, and kept between calls.
+//! (docs/extension.md). It can name far more pages than one call should process, so it is processed
+//! in portions, and kept between calls.
 
 use ebb_abi::PageRange;
 use ebb_abi::balloon::Features;
@@ -19,30 +19,30 @@ use crate::chain::{Chain, ChainReader};
 use crate::counters::GuestError;
 use crate::pages::RunBuilder;
 
-/// Pages of a portion at most, 32 MiB: half of what may wait to be discarded, so that a portion and
-/// what waited before it fit.
+/// Maximum number of pages of a portion, 32 MiB: half the bound of waiting pages, so that a portion
+/// and the pages that waited before it fit.
 const PORTION_PAGES: u64 = 8 << 10;
 
-/// Ranges of a portion at most.
+/// Maximum number of ranges of a portion.
 const PORTION_RANGES: usize = 1024;
 
-/// Bits of a bitmap that are looked at in one go: half as many ranges can come of them, as many as
-/// of the largest array.
+/// Bits of a bitmap that are scanned at a time: they form at most half as many ranges, as many as
+/// the largest array.
 const BITS_AT_ONCE: u32 = 128 << 10;
 
-/// Bytes for which a driver pays one unit of the budget.
+/// Number of bytes that cost one unit of the budget.
 const BYTES_PER_UNIT: usize = 16;
 
-/// Whether what a message says can be used.
+/// Whether a message is valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// It can, for this.
+    /// Valid, with this purpose.
     Accepted(Purpose),
-    /// It breaks the rules: it is only given back.
+    /// Invalid: it is only returned.
     Refused,
 }
 
-/// A message that was read and has not been given back.
+/// A message that was read and has not been returned.
 #[derive(Debug)]
 pub(crate) struct Message {
     /// Head of its chain.
@@ -52,11 +52,11 @@ pub(crate) struct Message {
     ranges: Vec<PageRange>,
     next_range: usize,
     bits: Bits,
-    /// How it names pages, its length in bytes, and the time spent on reading it so far.
+    /// Its encoding, its length in bytes, and the time spent on reading it so far.
     pub(crate) encoding: Encoding,
     pub(crate) size_bytes: u64,
     pub(crate) translate_ns: u64,
-    /// Memory that was named and not passed on, in bytes.
+    /// Bytes named but not passed on.
     pub(crate) poisoned_bytes: u64,
     /// Pages named that are not guest memory.
     pub(crate) outside_pages: u64,
@@ -88,13 +88,13 @@ impl Message {
         }
     }
 
-    /// Whether there is nothing left to do but to give it back.
+    /// Whether the message only needs to be returned.
     pub(crate) fn is_finished(&self) -> bool {
         self.next_range == self.ranges.len() && self.bits.is_used_up()
     }
 
-    /// Fills `portion` with the next pages; empty at the end, or if the budget was used up by what
-    /// came to nothing.
+    /// Fills `portion` with the next pages; empty at the end, or if the budget was exhausted by
+    /// entries without pages.
     pub(crate) fn next_portion(
         &mut self,
         ram: &GuestRam,
@@ -122,7 +122,7 @@ impl Message {
         budget.spend(portion.len() + (PORTION_PAGES - room) as usize);
     }
 
-    /// Replaces the ranges, which are used up, by those of the next part of the bitmap.
+    /// Replaces the ranges, all of which are processed, by those of the next part of the bitmap.
     fn read_bits(&mut self, ram: &GuestRam, budget: &mut Budget) {
         self.ranges.clear();
         self.next_range = 0;
@@ -144,7 +144,7 @@ impl Message {
         *next = end;
     }
 
-    /// Takes in ranges that are sorted and disjoint.
+    /// Sets ranges that are sorted and disjoint.
     fn set_ranges(&mut self, ranges: &[PageRange], ram: &GuestRam) {
         self.ranges.extend(ranges.iter().flat_map(|range| ram.clip(*range)));
         let asked: u64 = ranges.iter().map(|range| range.pages).sum();
@@ -159,10 +159,10 @@ impl Bits {
     }
 }
 
-/// Why a message is refused.
+/// Reason for which a message is refused.
 struct Refusal(GuestError, String);
 
-/// Whether a message with this header may come on this queue.
+/// Whether a message with this header is allowed on this queue.
 fn belongs(header: &Header, kind: QueueKind) -> bool {
     matches!(
         (kind, header.purpose()),
@@ -172,7 +172,7 @@ fn belongs(header: &Header, kind: QueueKind) -> bool {
     )
 }
 
-/// Checks everything about a message but its entries.
+/// Checks a message apart from its entries.
 fn check(bytes: &[u8], kind: QueueKind, negotiated: Features) -> Result<Header, Refusal> {
     let Some(header) = bytes.first_chunk() else {
         return Err(Refusal(GuestError::BadMessage, format!("{} bytes of header", bytes.len())));
@@ -197,7 +197,7 @@ fn check(bytes: &[u8], kind: QueueKind, negotiated: Features) -> Result<Header, 
     Ok(header)
 }
 
-/// The ranges of a payload, sorted and disjoint, and how many pages were named twice.
+/// Returns the ranges of a payload, sorted and disjoint, and the number of pages named twice.
 fn read_ranges(payload: &[u8]) -> Result<(Vec<PageRange>, u64), Refusal> {
     let ranges: Result<Vec<_>, _> = Ranges::new(payload).collect();
     let mut ranges = ranges.map_err(|error| Refusal(GuestError::BadRange, error.to_string()))?;
@@ -211,7 +211,7 @@ fn read_ranges(payload: &[u8]) -> Result<(Vec<PageRange>, u64), Refusal> {
 }
 
 impl Balloon {
-    /// Reads a message from a chain of this queue. What is wrong with it is counted.
+    /// Reads a message from a chain of this queue. Its errors are counted.
     pub(crate) fn read_message(
         &mut self,
         chain: Chain<'_>,
@@ -239,7 +239,7 @@ impl Balloon {
             None => self.read_payload(head, kind, negotiated, budget),
         };
         let refuse = |Refusal(error, detail)| {
-            // A chain without bytes has been counted already.
+            // A chain without bytes has already been counted.
             if !self.scratch.bytes.is_empty() {
                 self.faults.count(error, detail);
             }
@@ -301,8 +301,8 @@ impl Balloon {
         Ok(message)
     }
 
-    /// Reads page frame numbers from this offset of `scratch.bytes` on; returns how many were
-    /// doubles.
+    /// Reads page frame numbers from this offset of `scratch.bytes` on; returns the number of
+    /// duplicates.
     fn read_pfns(
         &self,
         offset: usize,
@@ -325,7 +325,7 @@ impl Balloon {
         }
     }
 
-    /// A message is through: accounts for what was wrong with its pages and takes its memory back.
+    /// Ends a message: accounts for errors in its pages and reuses its memory.
     pub(crate) fn finish_message(&mut self, message: Message) {
         self.reject_outside(message.outside_pages);
         if self.scratch.bytes.capacity() == 0 {

@@ -1,4 +1,4 @@
-//! Turning page frame numbers into few, large ranges.
+//! Conversion of page frame numbers into few, large ranges.
 
 use ebb_abi::{PageRange, Pfn};
 
@@ -32,8 +32,8 @@ impl RunBuilder {
         self.runs.push(PageRange::new(pfn, 1));
     }
 
-    /// The frames as sorted, disjoint ranges with gaps between them, and how many numbers were
-    /// doubles.
+    /// Returns the frames as sorted, disjoint ranges with gaps between them, and the number of
+    /// duplicates.
     pub(crate) fn finish(&mut self) -> (&[PageRange], u64) {
         ebb_guest_ram::coalesce(&mut self.runs);
         let pages: u64 = self.runs.iter().map(|run| run.pages).sum();
@@ -59,7 +59,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn runs_hold_exactly_the_numbers_pushed(numbers in prop::collection::vec(0..300_u32, 0..300)) {
+        fn runs_contain_exactly_the_numbers_pushed(
+            numbers in prop::collection::vec(0..300_u32, 0..300),
+        ) {
             let mut builder = RunBuilder::default();
             builder.push(Pfn(7));
             builder.clear();
@@ -68,7 +70,8 @@ mod tests {
             }
             let distinct: BTreeSet<u64> = numbers.iter().map(|number| u64::from(*number)).collect();
             let (runs, doubles) = builder.finish();
-            let pages: BTreeSet<u64> = runs.iter().flat_map(|run| run.start.0..run.end().0).collect();
+            let pages: BTreeSet<u64> =
+                runs.iter().flat_map(|run| run.start.0..run.end().0).collect();
             prop_assert!(runs.windows(2).all(|pair| pair[0].end() < pair[1].start));
             prop_assert_eq!(doubles as usize, numbers.len() - distinct.len());
             prop_assert_eq!(pages, distinct);

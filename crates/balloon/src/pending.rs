@@ -1,9 +1,9 @@
-//! Pages of the balloon that wait to be discarded, and who discards them.
+//! Pages of the balloon that wait to be discarded, and their discard.
 //!
 //! Discarding takes long: about a millisecond for a few huge pages. It happens outside of the lock
 //! that guards the device, through a [`Discarder`], so that neither the driver's register accesses
-//! nor the API wait for it. The set has a lock of its own, which is held while its pages are being
-//! discarded, so that taking pages out of the balloon waits for the discard.
+//! nor the API wait for it. The set has its own lock, which is held while its pages are being
+//! discarded, so that removing pages from the balloon waits for the discard.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -15,24 +15,24 @@ use crate::counters::DiscardCounters;
 use crate::log_limit::LogLimit;
 use crate::verify::{ReportCheck, overwrite};
 
-/// Pages that may wait for the rest of their huge pages: 64 MiB.
+/// Maximum number of pages that wait for the rest of their huge pages: 64 MiB.
 const MAX_PENDING_PAGES: u64 = 16 << 10;
 
-/// Ranges that may wait; as many as go into one `process_madvise`.
+/// Maximum number of waiting ranges; the limit of one `process_madvise`.
 const MAX_PENDING_RANGES: usize = 1024;
 
-/// Whole huge pages are discarded when there are this many pages of them, 8 MiB: each discard
-/// interrupts the vCPUs to flush their address translations, however much it takes away.
+/// Number of pages in whole huge pages, 8 MiB, from which they are discarded: each discard
+/// interrupts the vCPUs to flush their address translations, whatever its size.
 const DUE_PAGES: u64 = 2 << 10;
 
-/// Pages that are in the balloon and have not been discarded.
+/// Pages in the balloon that have not been discarded.
 ///
-/// Invariant: the driver has named each of them on the inflate queue and not, since, on the deflate
-/// queue.
+/// Invariant: the driver has named each of them on the inflate queue and not, since then, on the
+/// deflate queue.
 #[derive(Debug, Default)]
 struct Pending {
     pages: RangeSet,
-    /// Pages that were added since whole huge pages were last taken out.
+    /// Pages added since whole huge pages were last removed.
     fresh_pages: u64,
     check: ReportCheck,
     counters: DiscardCounters,
@@ -40,7 +40,7 @@ struct Pending {
 }
 
 impl Pending {
-    /// Takes out the whole huge pages.
+    /// Removes and returns the whole huge pages.
     fn take_huge_blocks(&mut self) -> Vec<PageRange> {
         self.fresh_pages = 0;
         let blocks: Vec<_> = self
@@ -80,13 +80,13 @@ impl Pending {
     }
 }
 
-/// What became of pages that were added.
+/// Result of adding pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub(crate) enum Inserted {
-    /// They wait.
+    /// The pages wait.
     Waiting,
-    /// They were too many, and everything that waited has been discarded.
+    /// There were too many, and all waiting pages have been discarded.
     Discarded,
 }
 
@@ -106,25 +106,25 @@ impl Discarder {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets what is done with pages before they are discarded.
+    /// Sets the check of pages before they are discarded.
     pub(crate) fn set_check(&self, check: ReportCheck) {
         self.lock().check = check;
     }
 
-    /// What is done with pages before they are discarded.
+    /// The check of pages before they are discarded.
     pub(crate) fn check(&self) -> ReportCheck {
         self.lock().check
     }
 
-    /// Discards whole huge pages. To be called after [`Progress::due`](crate::Progress::due).
+    /// Discards whole huge pages. Must be called after [`Progress::due`](crate::Progress::due).
     pub fn discard_due(&self) {
         let mut pending = self.lock();
         let blocks = pending.take_huge_blocks();
         pending.discard(&self.ram, &blocks);
     }
 
-    /// Discards everything that waits. To be called when nothing has come for some milliseconds
-    /// after [`Progress::pending`](crate::Progress::pending), and before the virtual machine is
+    /// Discards all waiting pages. Must be called some milliseconds after the last activity
+    /// following [`Progress::pending`](crate::Progress::pending), and before the virtual machine is
     /// paused.
     pub fn flush(&self) {
         let mut pending = self.lock();
@@ -132,8 +132,8 @@ impl Discarder {
         pending.discard(&self.ram, &ranges);
     }
 
-    /// Adds pages that came on the inflate queue. If that exceeds the bounds, everything is
-    /// discarded at once.
+    /// Adds pages of the inflate queue. If that exceeds the bounds, all waiting pages are discarded
+    /// immediately.
     pub(crate) fn insert(&self, ranges: &[PageRange]) -> Inserted {
         let mut pending = self.lock();
         for range in ranges {
@@ -150,7 +150,7 @@ impl Discarder {
         Inserted::Waiting
     }
 
-    /// Takes out pages that came on the deflate queue.
+    /// Removes pages named on the deflate queue.
     pub(crate) fn remove(&self, ranges: &[PageRange]) {
         let mut pending = self.lock();
         for range in ranges {
@@ -158,19 +158,19 @@ impl Discarder {
         }
     }
 
-    /// Forgets everything: the pages are the guest's again.
+    /// Drops all pages: they belong to the guest again.
     pub(crate) fn clear(&self) {
         let mut pending = self.lock();
         pending.counters.dropped_bytes += pending.pages.pages() * PAGE_SIZE_BYTES;
         pending.take_all();
     }
 
-    /// Bytes that wait.
+    /// Number of waiting bytes.
     pub fn pending_bytes(&self) -> u64 {
         self.lock().pages.pages() * PAGE_SIZE_BYTES
     }
 
-    /// Whether enough came for [`discard_due`](Self::discard_due).
+    /// Whether there are enough pages for [`discard_due`](Self::discard_due).
     pub(crate) fn is_due(&self) -> bool {
         self.lock().fresh_pages >= DUE_PAGES
     }

@@ -1,5 +1,4 @@
-//! A virtqueue of the device: taking chains from it and giving them back, whatever the driver does
-//! to its rings.
+//! A virtqueue of the device: takes chains and returns them, whatever the driver does to its rings.
 
 use ebb_abi::balloon::QueueMap;
 use ebb_guest_ram::GuestMemory;
@@ -10,7 +9,7 @@ use crate::chain::Chain;
 use crate::counters::{Faults, GuestError};
 use crate::message::Message;
 
-/// What a call did, and what its caller must do.
+/// Result of a call, and the caller's duties.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[must_use = "the driver may wait for an interrupt"]
 pub struct Progress {
@@ -23,27 +22,27 @@ pub struct Progress {
     /// [`Discarder::discard_due`](crate::Discarder::discard_due), best without the device's lock.
     pub due: bool,
     /// Pages of the balloon wait to be discarded: call
-    /// [`Discarder::flush`](crate::Discarder::flush) once nothing has come for some milliseconds.
+    /// [`Discarder::flush`](crate::Discarder::flush) after some milliseconds without activity.
     pub pending: bool,
 }
 
-/// A queue and what is known of its health.
+/// A queue and its health.
 #[derive(Debug)]
 pub(crate) struct DeviceQueue {
     queue: Queue,
     health: Health,
-    /// Whether a chain has been given back since the last [`finish_round`](Self::finish_round).
+    /// Whether a chain has been returned since the last [`finish_round`](Self::finish_round).
     completed: bool,
-    /// The message under way: its chain is the latest one taken.
+    /// The message in progress: its chain is the latest one taken.
     message: Option<Message>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Health {
     Good,
-    /// The last round found nothing to take although the ring says that there is something.
+    /// The last round found no chain although the ring announces one.
     Suspicious,
-    /// Not looked at any more.
+    /// Ignored until reset.
     Broken,
 }
 
@@ -52,8 +51,9 @@ impl DeviceQueue {
         Self { queue, health: Health::Good, completed: false, message: None }
     }
 
-    /// Where the device stands in the rings. A message under way counts as not taken yet: it is
-    /// read again from its beginning, which does no harm because the driver has not got it back.
+    /// The device's position in the rings. A message in progress counts as not taken yet: it is
+    /// read again from its beginning, which is harmless because the driver has not received it
+    /// back.
     pub(crate) fn state(&self) -> virtio_queue::QueueState {
         let mut state = self.queue.state();
         state.next_avail = state.next_avail.wrapping_sub(u16::from(self.message.is_some()));
@@ -65,7 +65,7 @@ impl DeviceQueue {
         self.message = Some(message);
     }
 
-    /// The message under way.
+    /// The message in progress.
     pub(crate) fn take_message(&mut self) -> Option<Message> {
         self.message.take()
     }
@@ -98,13 +98,12 @@ impl DeviceQueue {
         }
     }
 
-    /// Gives a chain back to the driver in which the device has written nothing.
+    /// Returns a chain in which the device has written nothing to the driver.
     pub(crate) fn complete(&mut self, memory: &GuestMemory, head: u16, faults: &mut Faults) {
         self.complete_written(memory, head, 0, faults);
     }
 
-    /// Gives a chain back to the driver after the device has written into its first `written_bytes`
-    /// bytes.
+    /// Returns a chain to the driver after the device has written its first `written_bytes` bytes.
     pub(crate) fn complete_written(
         &mut self,
         memory: &GuestMemory,
@@ -122,8 +121,8 @@ impl DeviceQueue {
         }
     }
 
-    /// Ends a call's work on the queue: asks for notifications and finds out whether there is more
-    /// to do.
+    /// Ends a call's work on the queue: enables notifications and returns whether more work is
+    /// left.
     pub(crate) fn finish_round(
         &mut self,
         memory: &GuestMemory,
@@ -147,8 +146,8 @@ impl DeviceQueue {
         Progress { interrupt: self.wants_interrupt(memory), more, ..Progress::default() }
     }
 
-    /// Whether to come back for chains that the ring announces. An announcement that twice in a row
-    /// leads to no chain would keep the device spinning.
+    /// Whether to retry for chains that the ring announces. An announcement that leads to no chain
+    /// twice in a row would keep the device spinning.
     fn believe(&mut self, waiting: bool, budget: &Budget, faults: &mut Faults) -> bool {
         if !waiting || budget.is_touched() {
             self.health = Health::Good;
@@ -160,9 +159,9 @@ impl DeviceQueue {
         waiting && self.health != Health::Broken
     }
 
-    /// Whether the driver wants an interrupt for the chains given back since this was last asked.
+    /// Whether the driver wants an interrupt for the chains returned since the last call.
     pub(crate) fn wants_interrupt(&mut self, memory: &GuestMemory) -> bool {
-        // An interrupt too many is harmless.
+        // A spurious interrupt is harmless.
         std::mem::take(&mut self.completed) && self.queue.needs_notification(memory).unwrap_or(true)
     }
 

@@ -1,6 +1,6 @@
 //! The page reporting queue (virtio 1.3 section 5.5.6.6; Linux mm/page_reporting.c).
 //!
-//! The guest keeps reported pages isolated until the device gives the buffer back. So they are
+//! The guest keeps reported pages isolated until the device returns the buffer. So they are
 //! discarded before that, and never remembered: a moment later they may be in use.
 
 use std::time::Instant;

@@ -1,7 +1,7 @@
 //! The statistics queue (virtio 1.3 section 5.5.6.3).
 //!
-//! There is one buffer. The driver fills it and hands it over; the device keeps it until it wants
-//! newer values, and gives it back to ask for them.
+//! There is one buffer. The driver fills it and makes it available; the device keeps it until it
+//! wants newer values, and returns it to request them.
 
 use std::time::{Duration, Instant};
 
@@ -17,8 +17,8 @@ use crate::{Balloon, Progress};
 /// Entries read from a buffer; Linux sends up to 16.
 const MAX_ENTRIES: usize = 256;
 
-/// What a guest says about its memory (virtio 1.3 section 5.5.6.4; tags 10 to 15 as in Linux
-/// include/uapi/linux/virtio_balloon.h). null is "not told", never zero.
+/// A guest's report about its memory (virtio 1.3 section 5.5.6.4; tags 10 to 15 as in Linux
+/// include/uapi/linux/virtio_balloon.h). null means "not reported", never zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(rename = "Statistics"))]
 pub struct StatisticsValues {
@@ -30,13 +30,13 @@ pub struct StatisticsValues {
     pub major_faults: Option<u64>,
     /// Tag 3: page faults that needed no I/O, since boot.
     pub minor_faults: Option<u64>,
-    /// Tag 4: memory not in use for anything.
+    /// Tag 4: unused memory.
     pub free_memory_bytes: Option<u64>,
-    /// Tag 5: memory the guest has in all, without the balloon.
+    /// Tag 5: total memory of the guest, without the balloon.
     pub total_memory_bytes: Option<u64>,
-    /// Tag 6: an estimate of what programs could get without swapping.
+    /// Tag 6: an estimate of the memory available to programs without swapping.
     pub available_memory_bytes: Option<u64>,
-    /// Tag 7: file caches that can be given up quickly.
+    /// Tag 7: file caches that can be reclaimed quickly.
     pub disk_caches_bytes: Option<u64>,
     /// Tag 8: huge pages allocated since boot.
     pub hugetlb_allocations: Option<u64>,
@@ -59,31 +59,31 @@ pub struct StatisticsValues {
 /// A guest's memory statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Statistics {
-    /// What the guest has said last.
+    /// The guest's last report.
     #[serde(flatten)]
     pub values: StatisticsValues,
-    /// Time since the values arrived, in milliseconds; `None` if none ever did.
+    /// Time since the values arrived, in milliseconds; `None` if none ever arrived.
     pub age_ms: Option<u64>,
-    /// How many times values have arrived. Whoever asks for new ones waits for this to grow.
+    /// Number of reports received. A requester of new values waits for this to grow.
     pub updates: u64,
 }
 
-/// Where the statistics buffer is.
+/// Location of the statistics buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StatisticsBuffer {
-    /// There is none: the feature was not negotiated or no driver is loaded.
+    /// The feature was not negotiated or no driver is loaded.
     Absent,
-    /// The driver has it, and new values will come with it.
+    /// The driver has it, and returns it with new values.
     WithDriver,
     /// The device has it.
     WithDevice,
 }
 
-/// What became of a poll.
+/// Result of a poll.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StatisticsPoll {
-    /// Whether the statistics queue's interrupt is to be raised.
+    /// Whether the statistics queue's interrupt must be raised.
     pub interrupt: bool,
     /// When to poll again; `None` while there is no interval.
     pub next: Option<Instant>,
@@ -110,8 +110,8 @@ impl Collector {
         self.interval
     }
 
-    /// Takes in a buffer's content. Whatever it does not name is unknown from now on, and unknown
-    /// tags are skipped.
+    /// Stores a buffer's content. Values that it lacks are unknown from now on, and unknown tags
+    /// are skipped.
     fn receive(&mut self, entries: &[[u8; StatisticsEntry::SIZE_BYTES]], now: Instant) {
         self.values = [None; StatisticsTag::COUNT];
         for entry in entries.iter().map(|bytes| StatisticsEntry::from_bytes(*bytes)) {
@@ -123,7 +123,7 @@ impl Collector {
         self.updates += 1;
     }
 
-    /// The driver is gone, and its values with it.
+    /// Drops the driver's buffer and values.
     pub(crate) fn reset(&mut self) {
         *self = Self { interval: self.interval, updates: self.updates, ..Self::default() };
     }
@@ -178,7 +178,7 @@ impl Balloon {
             self.statistics.receive(entries, Instant::now());
             self.counters.statistics.buffers += 1;
             if head >= queue.size() {
-                // A chain that can never be given back must not take the place of one that can.
+                // A chain that can never be returned must not take the place of one that can.
                 queue.complete(ram.memory(), head, &mut self.faults);
             } else if let Some(former) = self.statistics.held.replace(head) {
                 self.faults.count(GuestError::ExtraStatistics, "a second statistics buffer");
@@ -188,8 +188,8 @@ impl Balloon {
         queue.finish_round(ram.memory(), &budget, &mut self.faults)
     }
 
-    /// Asks the driver for new values by giving its buffer back, if the device has it. Returns
-    /// whether the statistics queue's interrupt is to be raised.
+    /// Requests new values from the driver by returning its buffer, if the device has it. Returns
+    /// whether the statistics queue's interrupt must be raised.
     ///
     /// The guest may never answer; [`Statistics::updates`] counts the answers.
     pub fn request_statistics(&mut self) -> bool {
@@ -206,7 +206,7 @@ impl Balloon {
         self.statistics.report(Instant::now())
     }
 
-    /// Where the statistics buffer is.
+    /// Location of the statistics buffer.
     pub fn statistics_buffer(&self) -> StatisticsBuffer {
         let exists =
             self.active.as_ref().is_some_and(|active| active.has_queue(QueueKind::Statistics));
@@ -217,21 +217,21 @@ impl Balloon {
         }
     }
 
-    /// Sets how often [`poll_statistics`](Self::poll_statistics) asks for new values; `None` for
+    /// Sets how often [`poll_statistics`](Self::poll_statistics) requests new values; `None` for
     /// never.
     pub fn set_statistics_interval(&mut self, interval: Option<Duration>) {
         self.statistics.interval = interval.filter(|interval| !interval.is_zero());
         self.statistics.next_poll = None;
     }
 
-    /// How often statistics are asked for.
+    /// Interval between requests for statistics.
     pub fn statistics_interval(&self) -> Option<Duration> {
         self.statistics.interval
     }
 
-    /// Asks for new values if it is time to. The owner calls this when the time in the result has
-    /// come, and after the interval was changed. A guest that does not answer is not asked again
-    /// before it has.
+    /// Requests new values if they are due. The owner calls this at the time given in the result,
+    /// and after the interval was changed. A guest that has not answered is not asked again until
+    /// it has.
     pub fn poll_statistics(&mut self, now: Instant) -> StatisticsPoll {
         let Some(interval) = self.statistics.interval else { return StatisticsPoll::default() };
         let due = self.statistics.next_poll.is_none_or(|next| now >= next);

@@ -1,8 +1,8 @@
-//! A driver for tests, benchmarks and fuzz targets: it speaks to the device over real rings in real
+//! A driver for tests, benchmarks and fuzz targets that operates the device over real rings in real
 //! guest memory.
 //!
-//! Not virtio-queue's `MockSplitQueue`, whose used ring overlaps the second half of its available
-//! ring (it takes the ring's end as its number of entries, not bytes).
+//! virtio-queue's `MockSplitQueue` is unsuitable: its used ring overlaps the second half of its
+//! available ring (it takes the ring's end as its number of entries, not bytes).
 
 #![allow(clippy::expect_used, reason = "a driver for tests should fail loudly")]
 #![allow(clippy::missing_panics_doc, reason = "it panics whenever the device misbehaves")]
@@ -30,10 +30,10 @@ pub const REGION_BYTES: u64 = 16 << 20;
 /// Where the second region starts: above 4 GiB, as on a PC.
 pub const HIGH_START: u64 = 4 << 30;
 
-/// Rings and buffers are below this address; the rest of memory is free for a test's use.
+/// Rings and buffers are below this address; the rest of memory is available to tests.
 pub const DRIVER_BYTES: u64 = 2 << 20;
 
-/// Calls of `process_queue` after one kick that a full ring can need at most, generously.
+/// Maximum number of `process_queue` calls that a full ring can need after one kick, with a margin.
 pub const MAX_ROUNDS: usize = 4 * QUEUE_SIZE as usize;
 
 const RING_BYTES: u64 = 0x1_0000;
@@ -46,7 +46,7 @@ const FLAG_WRITE: u16 = 2;
 
 const _: () = assert!(MAX_QUEUES as u64 * RING_BYTES <= BUFFERS);
 
-/// A descriptor to be put into a ring.
+/// A descriptor of a chain.
 #[derive(Clone, Copy, Debug)]
 pub struct Buffer {
     /// Guest-physical address.
@@ -57,16 +57,16 @@ pub struct Buffer {
     pub writable: bool,
 }
 
-/// How a test guest is set up.
+/// Setup of a test guest.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
-    /// Features that the device offers.
+    /// Offered features.
     pub offered: Features,
-    /// Features that the driver accepts.
+    /// Accepted features.
     pub negotiated: Features,
     /// How the driver numbers the queues.
     pub numbering: Numbering,
-    /// What backs guest memory.
+    /// Backing of guest memory.
     pub backing: Backing,
     /// Size of each of the two regions, in bytes.
     pub region_bytes: u64,
@@ -93,9 +93,9 @@ impl Default for Setup {
 /// When whole huge pages of the balloon are discarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Discards {
-    /// More often than an owner must, so that tests of a few pages see theirs.
+    /// More often than an owner must, so that tests of a few pages see their discards.
     AfterEachBuffer,
-    /// As an owner does.
+    /// As a device owner does.
     WhenDue,
 }
 
@@ -108,7 +108,7 @@ struct Ring {
     used: u16,
 }
 
-/// A guest with a driver, and the device it drives.
+/// A guest with a driver, and its device.
 #[derive(Debug)]
 pub struct Guest {
     /// Guest memory.
@@ -121,7 +121,7 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// A guest whose driver has activated the device.
+    /// Creates a guest whose driver has activated the device.
     pub fn new(setup: Setup) -> Self {
         let region = |start| RegionSpec {
             start: GuestAddress(start),
@@ -150,18 +150,18 @@ impl Guest {
         Self::new(Setup::default())
     }
 
-    /// A guest that accepted these features of all.
+    /// A guest that accepted only these features.
     pub fn with_features(negotiated: Features) -> Self {
         Self::new(Setup { negotiated, ..Setup::default() })
     }
 
-    /// The driver sets up its queues and activates the device, as when it is loaded.
+    /// Sets up the driver's queues and activates the device, as when the driver is loaded.
     pub fn activate(&mut self) {
         let queues = self.fresh_queues();
         self.balloon.activate(self.setup.negotiated.0, queues).expect("activation");
     }
 
-    /// Queues as a driver that was just loaded sets them up.
+    /// The queues of a driver that was just loaded.
     pub fn fresh_queues(&mut self) -> Vec<Queue> {
         let offered = QueueSet::of(self.setup.offered);
         let negotiated = QueueSet::of(self.setup.negotiated);
@@ -191,8 +191,7 @@ impl Guest {
         self.ram.memory().read_obj(GuestAddress(address)).expect("an address in memory")
     }
 
-    /// Puts bytes somewhere into the driver's part of memory; old buffers are overwritten in the
-    /// end.
+    /// Writes bytes into the driver's part of memory; old buffers are eventually overwritten.
     pub fn buffer(&mut self, bytes: &[u8]) -> Buffer {
         if self.next_buffer + bytes.len() as u64 > DRIVER_BYTES {
             self.next_buffer = BUFFERS;
@@ -231,7 +230,7 @@ impl Guest {
         head
     }
 
-    /// Writes a descriptor, sound or not.
+    /// Writes a descriptor, valid or not.
     pub fn store_descriptor(
         &self,
         kind: QueueKind,
@@ -249,7 +248,7 @@ impl Guest {
         self.write(self.rings[kind as usize].base + 16 * u64::from(index % QUEUE_SIZE), &bytes);
     }
 
-    /// Makes a head available, sound or not.
+    /// Makes a head available, valid or not.
     pub fn publish(&mut self, kind: QueueKind, head: u16) {
         let ring = &mut self.rings[kind as usize];
         let entry = ring.base + AVAILABLE_OFFSET + 4 + 2 * u64::from(ring.available % QUEUE_SIZE);
@@ -259,7 +258,7 @@ impl Guest {
         self.set_available_index(kind, index);
     }
 
-    /// Sets the available ring's index, sound or not.
+    /// Sets the available ring's index, valid or not.
     pub fn set_available_index(&self, kind: QueueKind, index: u16) {
         self.write(self.rings[kind as usize].base + AVAILABLE_OFFSET + 2, &index.to_le_bytes());
     }
@@ -271,8 +270,8 @@ impl Guest {
         self.setup.numbering.index(kind, offered, negotiated)
     }
 
-    /// Kicks a queue and does what the device's owner does, apart from the flush. Panics if the
-    /// device does not come to an end.
+    /// Kicks a queue and acts as the device's owner, apart from the flush. Panics if the device
+    /// does not finish.
     pub fn kick(&mut self, kind: QueueKind) -> Progress {
         let index = self.index(kind);
         let mut all = Progress::default();
@@ -287,7 +286,7 @@ impl Guest {
                 return all;
             }
         }
-        panic!("the {} queue never comes to rest", kind.name());
+        panic!("the {} queue never becomes idle", kind.name());
     }
 
     /// Makes a chain available and kicks.
@@ -313,13 +312,13 @@ impl Guest {
         self.rings[kind as usize].base + USED_OFFSET + 2
     }
 
-    /// Heads that the device has given back since this was last asked.
+    /// Heads that the device has returned since the last call.
     pub fn used(&mut self, kind: QueueKind) -> Vec<u32> {
         self.used_with_lengths(kind).into_iter().map(|(head, _)| head).collect()
     }
 
-    /// Heads that the device has given back since this was last asked, with the bytes it says it
-    /// has written.
+    /// Heads that the device has returned since the last call, with the reported number of bytes
+    /// written.
     pub fn used_with_lengths(&mut self, kind: QueueKind) -> Vec<(u32, u32)> {
         let ring = self.rings[kind as usize];
         let index = self.read_u16(self.used_index_address(kind));
@@ -342,7 +341,7 @@ impl Guest {
         }
     }
 
-    /// Those of the pages whose mark is gone.
+    /// The pages whose mark is gone.
     pub fn unmarked(&self, pages: PageRange) -> Vec<u64> {
         let mark = |pfn: &u64| {
             self.ram
@@ -353,7 +352,7 @@ impl Guest {
         (pages.start.0..pages.end().0).filter(|pfn| mark(pfn) != 0xa5).collect()
     }
 
-    /// The pages of the first region that a test may use.
+    /// The pages of the first region that tests may use.
     pub fn low_pages(&self) -> PageRange {
         let first = DRIVER_BYTES / PAGE_SIZE_BYTES;
         PageRange::new(Pfn(first), self.setup.region_bytes / PAGE_SIZE_BYTES - first)

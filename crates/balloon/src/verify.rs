@@ -1,8 +1,8 @@
 //! A slow check for guests under test: pages that are about to be discarded are overwritten first.
 //!
-//! A discard alone can hide a guest's mistake: a page that is in use and was reported reads as
-//! zeros, which looks like fresh memory, and where nothing was discarded it keeps its content. With
-//! a pattern in it, a guest that still uses the page finds content that it never wrote.
+//! A discard alone can hide a guest's mistake: a reported page that is in use reads as zeros, which
+//! looks like fresh memory, and where nothing was discarded it keeps its content. With a pattern in
+//! it, a guest that still uses the page finds content that it never wrote.
 
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange};
 use ebb_guest_ram::GuestRam;
@@ -11,22 +11,22 @@ use vm_memory::{Bytes, GuestAddress};
 /// Whether pages are overwritten before they are discarded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReportCheck {
-    /// They are.
+    /// Pages are overwritten.
     Overwrite,
-    /// They are not.
+    /// Pages are not overwritten.
     #[default]
     None,
 }
 
-/// Recognizable in a dump, and never zero.
+/// Recognizable in a memory dump, and never zero.
 const MARK: u64 = 0xebb0_0000_0000_0001;
 
-/// The word that replaces the 8 bytes at this guest-physical address.
+/// The word written over the 8 bytes at this guest-physical address.
 pub const fn overwritten_word(address: u64) -> u64 {
     MARK ^ address
 }
 
-/// Overwrites pages of guest memory; returns how many.
+/// Overwrites pages of guest memory; returns their number.
 pub(crate) fn overwrite(ram: &GuestRam, ranges: &[PageRange]) -> u64 {
     let mut page = [0; PAGE_SIZE_BYTES as usize];
     let mut written = 0;

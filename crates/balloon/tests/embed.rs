@@ -1,4 +1,4 @@
-//! The example of a monitor that embeds the device does what it says.
+//! Checks the output of the example that embeds the device.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 

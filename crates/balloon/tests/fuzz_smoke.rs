@@ -4,8 +4,7 @@ use ebb_balloon::fuzzing::TARGETS;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-/// Bytes as a fuzzer comes up with them: all kinds, with small values more often, so that steps of
-/// all kinds occur.
+/// Bytes like a fuzzer's: all values, with small ones more often, so that steps of all kinds occur.
 fn input() -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(prop_oneof![any::<u8>(), 0..16_u8], 0..600)
 }

@@ -1,4 +1,4 @@
-//! What a driver with the extension does.
+//! The extension's part of the test driver.
 
 use ebb_abi::balloon::extension::{
     BitmapWriter, Encoding, Header, HostRequest, Layout, Purpose, REQUEST_BYTES, Shape,
@@ -31,14 +31,14 @@ pub fn message(purpose: Purpose, encoding: Encoding, blocks: &[PageRange]) -> Ve
             let bits = shape.bits() as u32;
             let mut bytes = vec![0; bits.div_ceil(8) as usize];
             let mut writer =
-                BitmapWriter::new(&mut bytes, start, page_shift, bits).expect("a legal window");
+                BitmapWriter::new(&mut bytes, start, page_shift, bits).expect("a valid window");
             for block in blocks {
                 assert_eq!(writer.set(*block), *block);
             }
             (Layout::Bitmap { start, page_shift, bits }, bytes)
         }
     };
-    let header = Header::new(purpose, layout).expect("a legal message");
+    let header = Header::new(purpose, layout).expect("a valid message");
     [&header.to_bytes()[..], &payload].concat()
 }
 
@@ -64,7 +64,7 @@ impl Guest {
         self.send_bytes(QueueKind::Deflate, &message(Purpose::Deflate, encoding, blocks))
     }
 
-    /// Leaves a buffer for a request with the device; returns it.
+    /// Leaves a request buffer with the device; returns it.
     pub fn leave_request_buffer(&mut self) -> Buffer {
         let buffer = Buffer { writable: true, ..self.buffer(&[0xee; REQUEST_BYTES]) };
         let _ = self.send(QueueKind::HostRequest, &[buffer]);
@@ -81,7 +81,7 @@ impl Guest {
         bytes
     }
 
-    /// The request in a buffer that the device gave back.
+    /// The request in a buffer that the device returned.
     pub fn request_in(&self, buffer: Buffer) -> Option<HostRequest> {
         HostRequest::from_bytes(self.content(buffer).try_into().ok()?).ok()
     }

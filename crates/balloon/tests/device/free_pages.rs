@@ -1,4 +1,4 @@
-//! Collecting what a driver tells of its free pages.
+//! Collecting the free pages that a driver names.
 
 use std::collections::BTreeSet;
 use std::thread;
@@ -16,7 +16,7 @@ fn range(start: u64, pages: u64) -> PageRange {
 }
 
 #[test]
-fn whoever_asks_waits_for_the_whole_answer() {
+fn waiting_ends_with_the_whole_answer() {
     let mut guest =
         Guest::with_extension(Features::ALL_WITH_EXTENSION.without(Feature::PagePoison));
     guest.leave_request_buffer();
@@ -64,7 +64,7 @@ fn whoever_asks_waits_for_the_whole_answer() {
 }
 
 #[test]
-fn a_reset_wakes_whoever_waits() {
+fn a_reset_ends_waiting() {
     let mut guest = Guest::with_extension(Features::ALL_WITH_EXTENSION);
     let collector = FreePageCollector::new(&guest.ram);
     assert_eq!(
@@ -82,14 +82,18 @@ proptest! {
     /// The model is the plain set of pages of memory.
     #[test]
     fn a_map_is_a_set_of_pages_of_memory(
-        steps in prop::collection::vec((any::<bool>(), any::<bool>(), 0..1100_u64, 0..300_u64), 0..40),
+        steps in prop::collection::vec(
+            (any::<bool>(), any::<bool>(), 0..1100_u64, 0..300_u64),
+            0..40,
+        ),
     ) {
         let guest = Guest::new(Setup { region_bytes: 4 << 20, ..Setup::default() });
         let mut map = FreePageMap::new(&guest.ram);
         let mut model = BTreeSet::new();
         for (insert, high, start, pages) in steps {
             let start = start + if high { 0x10_0000 - 40 } else { 0 };
-            let named = (start..start + pages).filter(|page| *page < 1024 || (0x10_0000..0x10_0400).contains(page));
+            let named = (start..start + pages)
+                .filter(|page| *page < 1024 || (0x10_0000..0x10_0400).contains(page));
             if insert {
                 map.insert(range(start, pages));
                 model.extend(named);
@@ -100,10 +104,14 @@ proptest! {
                 });
             }
         }
-        let listed: BTreeSet<u64> = map.ranges().flat_map(|range| range.start.0..range.end().0).collect();
+        let listed: BTreeSet<u64> =
+            map.ranges().flat_map(|range| range.start.0..range.end().0).collect();
         let summary = map.summary();
         let in_blocks: u64 = (0..).zip(summary.blocks).map(|(order, blocks)| blocks << order).sum();
-        prop_assert_eq!((summary.bytes, in_blocks), (model.len() as u64 * 4096, model.len() as u64));
+        prop_assert_eq!(
+            (summary.bytes, in_blocks),
+            (model.len() as u64 * 4096, model.len() as u64)
+        );
         prop_assert_eq!(listed, model);
     }
 }

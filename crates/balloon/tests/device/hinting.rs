@@ -10,7 +10,7 @@ use ebb_balloon::{BalloonError, GuestError, HintEnd, HintPhase, HintSink};
 
 const MIB: u64 = 1 << 20;
 
-/// What a sink was told.
+/// Calls received by a sink.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Log(Arc<Mutex<(Vec<PageRange>, Vec<HintEnd>)>>);
 
@@ -102,7 +102,7 @@ fn hints_of_another_command_are_ignored() {
     guest.balloon.finish_hinting();
     let second = start(&mut guest);
     assert_ne!(command(&guest), first_id);
-    // The driver has just taken up the first command.
+    // The driver has only just seen the first command.
     send_id(&mut guest, first_id);
     send_hint(&mut guest, 4 * MIB, MIB);
     send_id(&mut guest, HintCommand::STOP_ID);
@@ -135,7 +135,7 @@ fn stopping_ends_hints_and_keeps_the_pages_aside() {
 }
 
 #[test]
-fn numbers_are_not_used_again() {
+fn numbers_are_not_reused() {
     let mut guest = Guest::with_all_features();
     let ids: Vec<u32> = (0..5)
         .map(|_| {
@@ -168,7 +168,7 @@ fn hinting_needs_the_feature_and_one_user() {
 }
 
 #[test]
-fn a_reset_tells_the_sink() {
+fn a_reset_is_reported_to_the_sink() {
     let mut guest = Guest::with_all_features();
     let log = start(&mut guest);
     let id = command(&guest);

@@ -15,7 +15,7 @@ use crate::hinting::Log;
 
 const OFFERED: Features = Features::ALL_WITH_EXTENSION;
 
-/// What a driver accepts whose guest does not care for the content of free pages.
+/// Features of a driver whose guest does not rely on the content of free pages.
 const ALL: Features = OFFERED.without(Feature::PagePoison);
 const QUEUE: QueueKind = QueueKind::HostRequest;
 
@@ -29,8 +29,7 @@ fn ask(guest: &mut Guest) -> Log {
     log
 }
 
-/// A guest that was asked and has taken the request up, the request's number, and who wants to
-/// know.
+/// A guest that was sent a request and has taken it, the request's number, and its sink.
 fn asked() -> (Guest, u64, Log) {
     let mut guest = Guest::with_extension(ALL);
     let buffer = guest.leave_request_buffer();
@@ -100,7 +99,7 @@ fn a_request_waits_for_a_buffer() {
     let log = Log::default();
     assert_eq!(guest.balloon.request_free_pages(Order::PAGE, Box::new(log.clone())), Ok(false));
     assert_eq!(guest.balloon.request_phase(), RequestPhase::Waiting);
-    // Who guesses the number is not believed.
+    // A guessed number is not accepted.
     let _ = answer(&mut guest, 1, AnswerStatus::Done, &[range(1024, 1)]);
     assert_eq!((log.hinted_pages(), errors(&guest, GuestError::StaleAnswer)), (0, 1));
     let buffer = guest.leave_request_buffer();
@@ -112,7 +111,7 @@ fn a_request_waits_for_a_buffer() {
 }
 
 #[test]
-fn a_request_withdrawn_in_time_is_never_sent() {
+fn a_request_cancelled_in_time_is_never_sent() {
     let mut guest = Guest::with_extension(ALL);
     let log = ask(&mut guest);
     assert!(!guest.balloon.cancel_free_pages());
@@ -140,7 +139,7 @@ fn a_late_answer_is_ignored_and_returned() {
     let cancel = guest.balloon.cancel_free_pages();
     assert!(cancel && !guest.balloon.cancel_free_pages());
     let second_log = ask(&mut guest);
-    // The driver has not seen the cancellation yet; it has given no buffer for the second request.
+    // The driver has not seen the cancellation yet; it has left no buffer for the second request.
     let _ = answer(&mut guest, first, AnswerStatus::More, &[range(2048, 8)]);
     let _ = answer(&mut guest, first, AnswerStatus::Done, &[]);
     assert_eq!((log.hinted_pages(), log.ends()), (8, vec![HintEnd::Cancelled]));
@@ -162,7 +161,7 @@ fn a_late_answer_is_ignored_and_returned() {
 }
 
 #[test]
-fn the_driver_is_told_of_a_cancellation() {
+fn a_cancellation_is_sent_to_the_driver() {
     let (mut guest, id, _) = asked();
     guest.balloon.cancel_free_pages();
     // It went into the buffer that the driver had left again; the next one stays with the device.
@@ -171,7 +170,7 @@ fn the_driver_is_told_of_a_cancellation() {
     let buffer = guest.leave_request_buffer();
     assert_eq!(guest.request_in(buffer), None);
 
-    // Without a buffer it is told with the next one, unless the answer is through by then.
+    // Without a buffer it is sent with the next one, unless the answer is complete by then.
     let log = ask(&mut guest);
     assert_eq!(guest.request_in(buffer).map(HostRequest::request_id), Some(id + 1));
     assert!(!guest.balloon.cancel_free_pages());
@@ -190,7 +189,7 @@ fn the_driver_is_told_of_a_cancellation() {
 }
 
 #[test]
-fn a_driver_can_give_up() {
+fn a_driver_can_abort() {
     let (mut guest, id, log) = asked();
     let _ = answer(&mut guest, id, AnswerStatus::More, &[range(1024, 8)]);
     let _ = answer(&mut guest, id, AnswerStatus::Aborted, &[range(1032, 8)]);
@@ -247,7 +246,7 @@ fn pages_may_be_named_again_and_no_encoding_is_needed() {
 }
 
 #[test]
-fn unfit_buffers_for_requests_come_back_empty() {
+fn unusable_request_buffers_are_returned_empty() {
     let mut guest = Guest::with_extension(ALL);
     let short = Buffer { length: 15, address: 0x18_0000, writable: true };
     let outside = Buffer { length: 16, address: 3 << 30, writable: true };
@@ -257,7 +256,7 @@ fn unfit_buffers_for_requests_come_back_empty() {
     }
     assert_eq!(errors(&guest, GuestError::ShortRequestBuffer), 3);
     assert_eq!(guest.used_with_lengths(QUEUE), [(0, 0), (1, 0), (2, 0)]);
-    // Many tiny pieces do.
+    // Many tiny pieces are accepted.
     let pieces =
         (0..16).map(|index| Buffer { length: 1, address: 0x18_0000 + 3 * index, writable: true });
     let pieces: Vec<_> = pieces.collect();
@@ -297,7 +296,7 @@ fn a_reset_ends_the_request() {
 }
 
 #[test]
-fn free_pages_with_a_content_that_matters_are_not_passed_on() {
+fn free_pages_of_a_guest_that_relies_on_their_content_are_not_passed_on() {
     // A pattern, or the zeros of Linux's init_on_free.
     for poison_value in [0xaa_u32, 0] {
         let mut guest = Guest::with_extension(OFFERED);
@@ -315,7 +314,7 @@ fn free_pages_with_a_content_that_matters_are_not_passed_on() {
 }
 
 #[test]
-fn a_large_answer_is_worked_on_in_steps_and_a_cancellation_comes_between() {
+fn a_large_answer_is_processed_in_steps_and_can_be_cancelled_between_them() {
     let region_bytes = 512 << 20;
     let mut guest =
         Guest::new(Setup { offered: OFFERED, negotiated: ALL, region_bytes, ..Setup::default() });
@@ -352,10 +351,10 @@ fn a_snapshot_keeps_the_buffer_and_the_number_and_not_the_request() {
     let mut copy = restored(&mut guest, &state).unwrap();
     assert_eq!(copy.request_phase(), RequestPhase::Idle);
 
-    // Here the request goes on.
+    // The saved device continues the request.
     let _ = answer(&mut guest, id, AnswerStatus::Done, &[range(1024, 8)]);
     assert_eq!((log.hinted_pages(), log.ends()), (8, vec![HintEnd::Complete]));
-    // There the answer belongs to nothing, and the next request goes into the buffer that was left.
+    // For the restored device the answer is stale, and the next request goes into the left buffer.
     let index = guest.index(QUEUE);
     let _ = copy.process_queue(index);
     assert_eq!(copy.counters().errors.get(GuestError::StaleAnswer), 1);
@@ -366,7 +365,7 @@ fn a_snapshot_keeps_the_buffer_and_the_number_and_not_the_request() {
 }
 
 #[test]
-fn a_state_of_the_first_version_is_read() {
+fn a_state_of_the_first_version_is_restored() {
     let mut guest = Guest::with_all_features();
     let mut json = serde_json::to_value(guest.balloon.save()).unwrap();
     let fields = json.as_object_mut().unwrap();

@@ -59,7 +59,7 @@ fn the_answer_comes_before_the_discard() {
     assert!(progress.interrupt && progress.due && progress.pending && !progress.more);
     assert_eq!(guest.used(QueueKind::Inflate).len(), 1);
     assert_eq!(guest.balloon.counters().discard.bytes, 0);
-    // While the discarder works, the device is free for others.
+    // The device is not locked while the discarder works.
     discarder.discard_due();
     let discard = guest.balloon.counters().discard;
     assert_eq!((discard.bytes, discard.syscalls), (8 << 20, 1));
@@ -68,7 +68,7 @@ fn the_answer_comes_before_the_discard() {
 }
 
 #[test]
-fn without_must_tell_host_pages_are_gone_before_the_answer() {
+fn without_must_tell_host_pages_are_discarded_before_the_answer() {
     let mut guest = Guest::with_features(ALL.without(Feature::MustTellHost));
     guest.mark(guest.low_pages());
     let progress = guest.inflate((FIRST..FIRST + 256).rev());
@@ -87,7 +87,7 @@ fn a_page_deflated_while_it_waits_is_never_discarded() {
     let progress = guest.deflate([FIRST + 7, FIRST + 299, FIRST + 400]);
     assert!(progress.interrupt);
     assert_eq!(guest.used(QueueKind::Deflate).len(), 1);
-    // The rest of the huge page comes, then everything is flushed.
+    // The rest of the huge page arrives, then everything is flushed.
     let _ = guest.inflate(FIRST + 300..FIRST + 512);
     guest.balloon.flush();
     assert_eq!(guest.unmarked(range(FIRST, 512)).len(), 510);
@@ -113,7 +113,7 @@ fn compaction_inflates_the_new_page_before_it_deflates_the_old_one() {
 }
 
 #[test]
-fn a_page_can_go_into_the_balloon_again() {
+fn a_page_can_be_inflated_again() {
     let mut guest = Guest::with_all_features();
     for _ in 0..3 {
         guest.mark(range(FIRST, 1));
@@ -128,7 +128,7 @@ fn a_page_can_go_into_the_balloon_again() {
 #[test]
 fn waiting_pages_are_bounded_in_number_and_ranges() {
     let mut guest = Guest::with_all_features();
-    // Every other page: nothing ever forms a range.
+    // Every other page: no two pages form a range.
     for start in (FIRST..4096).step_by(512) {
         let _ = guest.inflate((start..start + 512).step_by(2));
     }
@@ -178,7 +178,7 @@ fn poisoned_pages_are_kept() {
     assert_eq!(guest.balloon.counters().discard.poisoned_bytes, 2 << 20);
     assert_eq!(guest.balloon.info().poison_value, Some(0xaa));
 
-    // A pattern of zeros is what a discarded page has.
+    // A pattern of zeros is what a discarded page contains.
     guest.balloon.write_config(12, &[0; 4]);
     let _ = guest.inflate(FIRST..FIRST + 512);
     assert_eq!(guest.unmarked(guest.low_pages()).len(), 512);
@@ -211,7 +211,7 @@ fn nothing_is_discarded_while_inhibited_and_everything_is_answered() {
 }
 
 #[test]
-fn memory_of_a_memfd_goes_back_too() {
+fn memory_of_a_memfd_is_discarded_too() {
     let mut guest = Guest::new(Setup { backing: Backing::Memfd, ..Setup::default() });
     guest.mark(guest.low_pages());
     let buffer = guest.pfns(FIRST..FIRST + 1024);

@@ -45,7 +45,7 @@ fn a_reloaded_driver_finds_an_empty_balloon() {
     assert_eq!(guest.balloon.counters().discard.dropped_bytes, 1 << 20);
     assert!(!guest.balloon.info().active);
 
-    // What waited belongs to the guest again.
+    // Waiting pages belong to the guest again.
     guest.activate();
     let _ = guest.inflate(FIRST + 256..FIRST + 512);
     guest.balloon.flush();
@@ -77,7 +77,7 @@ fn activation_checks_features_and_queues() {
     assert!(matches!(guest.balloon.activate(0b1, queues), Err(BalloonError::Queues(_))));
     assert!(!guest.balloon.info().active);
 
-    // Bits of virtio and of the rings are the transport's.
+    // Bits of virtio and of the rings belong to the transport.
     let queues = guest.fresh_queues();
     let ring_bits = 1 << 28 | 1 << 29 | 1 << 32;
     assert_eq!(guest.balloon.activate(0b10_0001 | ring_bits, queues), Ok(()));
@@ -90,7 +90,7 @@ fn only_balloon_features_are_offered() {
     let config = BalloonConfig { features: Features(u64::MAX), ..BalloonConfig::default() };
     let balloon = Balloon::new(config, Arc::clone(&guest.ram)).unwrap();
     assert_eq!(balloon.device_features(), 0x3f | 0b111 << 50);
-    // The extension has to be asked for.
+    // The extension is offered only on request.
     assert_eq!(guest.balloon.device_features(), 0x3f);
     assert_eq!((guest.balloon.queue_max_sizes().len(), balloon.queue_max_sizes().len()), (5, 6));
 }
@@ -112,7 +112,7 @@ fn a_snapshot_keeps_the_statistics_buffer_and_the_balloon() {
     let _ = guest.inflate([FIRST]);
 
     let state = guest.balloon.save();
-    // Nothing waits in a snapshot.
+    // No pages wait in a snapshot.
     assert_eq!(guest.unmarked(guest.low_pages()), [u64::from(FIRST)]);
     let text = serde_json::to_string(&state).unwrap();
     let state: BalloonState = serde_json::from_str(&text).unwrap();

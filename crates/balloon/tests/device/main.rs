@@ -1,5 +1,5 @@
 //! The device driven over real rings in real guest memory. Tests read like a protocol: what the
-//! driver sends, what comes back, what became of memory.
+//! driver sends, what the device returns, and the effect on memory.
 
 #![allow(
     clippy::unwrap_used,

@@ -1,5 +1,5 @@
-//! Drivers that break the rules: whatever they do, chains come back, memory that they did not name
-//! stays, and the device goes on.
+//! Drivers that break the rules: whatever they do, chains are returned, memory that they did not
+//! name keeps its content, and the device continues.
 
 use ebb_abi::balloon::{Feature, Features, QueueKind};
 use ebb_abi::{PageRange, Pfn};
@@ -55,7 +55,7 @@ fn page_numbers_outside_memory_are_ignored_and_the_others_used() {
 }
 
 #[test]
-fn a_run_across_the_end_of_memory_is_cut() {
+fn a_run_across_the_end_of_memory_is_clipped() {
     let mut guest = marked_guest();
     let _ = guest.inflate(4094..4100);
     assert_eq!(guest.unmarked(guest.low_pages()), [4094, 4095]);
@@ -63,7 +63,7 @@ fn a_run_across_the_end_of_memory_is_cut() {
 }
 
 #[test]
-fn doubles_are_discarded_once() {
+fn duplicates_are_discarded_once() {
     let mut guest = marked_guest();
     let _ = guest.inflate([FIRST + 3, FIRST, FIRST + 3, FIRST + 3, FIRST + 1]);
     assert_eq!(guest.balloon.counters().discard.bytes, 3 * 4096);
@@ -95,7 +95,7 @@ fn a_number_across_two_descriptors_is_read() {
 }
 
 #[test]
-fn buffers_outside_memory_come_back() {
+fn buffers_outside_memory_are_returned() {
     for kind in ALL_QUEUES {
         let mut guest = marked_guest();
         let writable = matches!(kind, QueueKind::FreePageHint | QueueKind::Reporting);
@@ -127,7 +127,7 @@ fn descriptors_of_the_wrong_direction_are_ignored() {
 }
 
 #[test]
-fn empty_chains_come_back() {
+fn empty_chains_are_returned() {
     for kind in ALL_QUEUES {
         let mut guest = marked_guest();
         let empty = Buffer { address: 0x1000, length: 0, writable: kind == QueueKind::Reporting };
@@ -139,9 +139,9 @@ fn empty_chains_come_back() {
 }
 
 #[test]
-fn oversized_buffers_are_cut_and_come_back() {
+fn oversized_buffers_are_truncated_and_returned() {
     let mut guest = marked_guest();
-    // 16 MiB of numbers, all of them what memory happens to hold.
+    // 16 MiB of numbers, the arbitrary content of memory.
     let whole_region = Buffer { address: 0, length: 16 << 20, writable: false };
     let _ = guest.send(QueueKind::Deflate, &[whole_region]);
     assert_counted(&guest, GuestError::OversizedChain, 1);
@@ -156,7 +156,7 @@ fn oversized_buffers_are_cut_and_come_back() {
 
 #[test]
 fn a_buffer_of_more_numbers_than_linux_sends_is_used_entirely() {
-    // Firecracker takes more than 256 numbers for an error and keeps the buffer.
+    // Firecracker treats more than 256 numbers as an error and keeps the buffer.
     let mut guest = marked_guest();
     let _ = guest.inflate(FIRST..FIRST + 3000);
     assert_eq!(guest.unmarked(guest.low_pages()).len(), 3000);
@@ -208,7 +208,7 @@ fn an_impossible_ring_index_stops_the_queue_until_reset() {
 
 #[test]
 fn an_index_without_a_chain_behind_it_does_not_keep_the_device_busy() {
-    // The whole ring at once, with whatever the descriptors hold: each entry is taken once.
+    // The whole ring at once, with arbitrary descriptors: each entry is taken once.
     let mut guest = marked_guest();
     guest.set_available_index(QueueKind::Inflate, QUEUE_SIZE);
     let _ = guest.kick(QueueKind::Inflate);
@@ -243,8 +243,8 @@ fn work_of_a_call_is_bounded() {
 
 #[test]
 fn inflating_and_deflating_in_turn_does_not_spin() {
-    // What a guest under memory pressure does with DEFLATE_ON_OOM: each buffer is handled once, and
-    // then there is rest.
+    // A guest under memory pressure does this with DEFLATE_ON_OOM: each buffer is processed once,
+    // and then the queue is idle.
     let mut guest = Guest::with_all_features();
     for _ in 0..200 {
         let _ = guest.inflate(FIRST..FIRST + 256);
@@ -259,7 +259,7 @@ fn inflating_and_deflating_in_turn_does_not_spin() {
 
 #[test]
 fn the_ring_itself_may_go_into_the_balloon() {
-    // Its content becomes zeros, which is the driver's loss; the device must live.
+    // Its content becomes zeros, which is the driver's loss; the device must survive.
     let mut guest = Guest::with_features(Features::ALL_BALLOON.without(Feature::MustTellHost));
     let _ = guest.inflate(0..4096);
     let _ = guest.kick(QueueKind::Inflate);
@@ -288,7 +288,7 @@ fn a_write_to_a_read_only_field_is_counted() {
 }
 
 #[test]
-fn unaligned_reports_lose_only_whole_pages() {
+fn only_whole_pages_of_unaligned_reports_are_discarded() {
     let mut guest = marked_guest();
     let start = guest.low_pages().start.address();
     let _ = guest.send(

@@ -9,7 +9,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 const PAGE: u64 = 4096;
 const MIB: u64 = 1 << 20;
-/// First page of the part of memory that tests use, and how many there are.
+/// First page of the part of memory that tests use, and the number of pages.
 const FIRST: u32 = 512;
 const PAGES: u64 = 2048;
 
@@ -27,8 +27,8 @@ fn fill(guest: &Guest) {
     }
 }
 
-/// A guest all of whose pages are merged, each with another one at least; `None` where nothing can
-/// be merged.
+/// A guest all of whose pages are merged, each with at least one other; `None` where merging is not
+/// possible.
 fn merged() -> Option<(Guest, TestMerger)> {
     let setup =
         Setup { backing: Backing::Anonymous, huge_pages: HugePages::Off, ..Setup::default() };
@@ -57,9 +57,9 @@ fn check(guest: &Guest, gone: &[GuestRange]) {
 }
 
 #[test]
-fn inflated_pages_lose_their_stable_pages_and_come_back_as_zeros() {
+fn inflated_pages_release_their_stable_pages_and_read_as_zeros() {
     let Some((mut guest, mut merger)) = merged() else { return };
-    // Two of them were written to since, with what they held.
+    // Two of them have been written to since, with their former content.
     for page in [600, 601] {
         guest.write(page * PAGE, &[value(page); PAGE as usize]);
     }
@@ -74,7 +74,7 @@ fn inflated_pages_lose_their_stable_pages_and_come_back_as_zeros() {
     assert_eq!(merger.release(), PAGES - 272);
     assert_eq!(guest.ram.merged_bytes(), (PAGES - 272) * PAGE);
 
-    // Used again, merged again, and given away again.
+    // Used again, merged again, and inflated again.
     let _ = guest.deflate(FIRST..FIRST + 256);
     fill(&guest);
     merger.merge(all()).unwrap();
@@ -89,7 +89,7 @@ fn reported_pages_read_as_zeros_before_the_buffer_is_given_back() {
     let Some((mut guest, mut merger)) = merged() else { return };
     let report =
         |address, size_bytes: u64| Buffer { address, length: size_bytes as u32, writable: true };
-    // A huge page, and a part of another one.
+    // A huge page, and part of another one.
     let _ =
         guest.send(QueueKind::Reporting, &[report(4 * MIB, 2 * MIB), report(7 * MIB, 64 * PAGE)]);
     assert_eq!(guest.used(QueueKind::Reporting).len(), 1);
@@ -99,12 +99,12 @@ fn reported_pages_read_as_zeros_before_the_buffer_is_given_back() {
 }
 
 #[test]
-fn the_device_goes_on_while_pages_are_merged() {
+fn the_device_continues_while_pages_are_merged() {
     let Some((mut guest, mut merger)) = merged() else { return };
     let over = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
         let merging = scope.spawn(|| {
-            // Everything, so that buffers and rings of the driver are merged too.
+            // All of memory, so that buffers and rings of the driver are merged too.
             let everything = GuestRange::new(Pfn(0), FIRST.into());
             let mut merged = 0;
             while !over.load(std::sync::atomic::Ordering::Relaxed) {
@@ -121,7 +121,7 @@ fn the_device_goes_on_while_pages_are_merged() {
             for page in u64::from(first)..u64::from(first) + 200 {
                 guest.write(page * PAGE, &[value(page); PAGE as usize]);
             }
-            // A failure of the other one shows when it is joined.
+            // A failure of the other thread surfaces when it is joined.
             if merging.is_finished() {
                 break;
             }

@@ -13,7 +13,7 @@ use crate::hinting::Log;
 
 const ALL: Features = Features::ALL_WITH_EXTENSION;
 
-/// Pages of a region of the guests used here: 8 MiB, of which the first quarter is the driver's.
+/// Pages of a region of the guests used here: 8 MiB; the first quarter belongs to the driver.
 const REGION_PAGES: u64 = 2048;
 const FIRST: u64 = 512;
 const HIGH: u64 = 0x10_0000;
@@ -23,7 +23,7 @@ fn memory() -> impl Iterator<Item = u64> {
     (0..REGION_PAGES).chain(HIGH..HIGH + REGION_PAGES)
 }
 
-/// A message as the specification reads: its pages that are memory, or nothing if it is to be
+/// Interprets a message by the specification: its pages that are memory, or `None` if it must be
 /// refused.
 fn model(bytes: &[u8], command: u64, negotiated: Features) -> Option<BTreeSet<u64>> {
     let number = |at: usize, size: usize| {
@@ -85,7 +85,7 @@ fn model(bytes: &[u8], command: u64, negotiated: Features) -> Option<BTreeSet<u6
     }
 }
 
-/// Blocks of any order: in memory, at its borders, in the hole, far outside.
+/// Blocks of any order: in memory, at its boundaries, in the hole, far outside.
 fn blocks() -> impl Strategy<Value = Vec<PageRange>> {
     let start = prop_oneof![
         6 => FIRST..REGION_PAGES,
@@ -105,7 +105,7 @@ fn blocks() -> impl Strategy<Value = Vec<PageRange>> {
     ]
 }
 
-/// What a driver sends: blocks in an encoding, perhaps with a byte changed or bytes missing.
+/// A driver's message: blocks in an encoding, perhaps with a byte changed or bytes missing.
 #[derive(Clone, Debug)]
 struct Sent {
     encoding: Encoding,
@@ -133,7 +133,7 @@ fn sent() -> impl Strategy<Value = Sent> {
 }
 
 impl Sent {
-    /// The bytes; a set that does not fit into a message of its encoding goes as ranges.
+    /// The bytes; a set that does not fit into a message of its encoding is sent as ranges.
     fn bytes(&self, purpose: Purpose) -> Vec<u8> {
         let shape = Shape::of(self.blocks.iter().copied());
         let fits = shape.message_bytes(self.encoding).is_some_and(|bytes| bytes < 1 << 16);
@@ -187,8 +187,8 @@ fn features() -> impl Strategy<Value = Features> {
     })
 }
 
-/// Blocks in the order in which a driver gets them that takes the largest order that is free and
-/// falls back.
+/// Blocks in the order in which a driver gets them that allocates the largest free order and falls
+/// back to smaller ones.
 fn allocate(free: &BTreeSet<u64>) -> Vec<PageRange> {
     let mut left = free.clone();
     let mut blocks = Vec::new();
@@ -206,7 +206,7 @@ fn allocate(free: &BTreeSet<u64>) -> Vec<PageRange> {
     blocks
 }
 
-/// The messages of a driver that has one page for them: blocks are gathered as long as the shortest
+/// The messages of a driver with one page for them: blocks are gathered as long as the shortest
 /// encoding fits.
 fn messages(purpose: Purpose, blocks: &[PageRange], negotiated: Features) -> Vec<Vec<u8>> {
     const PAGE_BYTES: usize = 4096;
@@ -229,18 +229,24 @@ fn messages(purpose: Purpose, blocks: &[PageRange], negotiated: Features) -> Vec
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// A driver on a fragmented guest: everything free goes into the balloon in messages of one
-    /// page each, in no more bytes than numbers would take; whole huge pages go back as such; and
-    /// everything comes back.
+    /// A driver on a fragmented guest: all free pages are inflated in messages of one page each, in
+    /// no more bytes than numbers would take; whole huge pages are discarded as such; and all pages
+    /// are deflated again.
     #[test]
     fn a_driver_with_one_page_for_messages_inflates_what_is_free(
         used in prop::collection::btree_set(FIRST..2 * REGION_PAGES, 0..200),
         negotiated in features(),
     ) {
-        let setup = Setup { offered: ALL, negotiated, region_bytes: 2 * REGION_PAGES * 4096, ..Setup::default() };
+        let setup = Setup {
+            offered: ALL,
+            negotiated,
+            region_bytes: 2 * REGION_PAGES * 4096,
+            ..Setup::default()
+        };
         let mut guest = Guest::new(setup);
         guest.mark(guest.low_pages());
-        let free: BTreeSet<u64> = (FIRST..2 * REGION_PAGES).filter(|page| !used.contains(page)).collect();
+        let free: BTreeSet<u64> =
+            (FIRST..2 * REGION_PAGES).filter(|page| !used.contains(page)).collect();
         let blocks = allocate(&free);
         for bytes in messages(Purpose::Inflate, &blocks, negotiated) {
             let _ = guest.send_bytes(QueueKind::Inflate, &bytes);
@@ -248,9 +254,11 @@ proptest! {
         guest.balloon.flush();
         let counters = guest.balloon.counters();
         prop_assert_eq!(counters.errors.total(), 0);
-        prop_assert_eq!(guest.unmarked(guest.low_pages()).into_iter().collect::<BTreeSet<_>>(), free.clone());
+        let unmarked: BTreeSet<u64> = guest.unmarked(guest.low_pages()).into_iter().collect();
+        prop_assert_eq!(unmarked, free.clone());
         let buffers = counters.inflate.buffers;
-        prop_assert!(counters.inflate.message_bytes <= free.len() as u64 * 4 + buffers * HEADER_BYTES as u64);
+        let limit_bytes = free.len() as u64 * 4 + buffers * HEADER_BYTES as u64;
+        prop_assert!(counters.inflate.message_bytes <= limit_bytes);
         prop_assert!(counters.discard.ranges <= blocks.len() as u64);
 
         for bytes in messages(Purpose::Deflate, &blocks, negotiated) {
@@ -267,7 +275,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
     /// Any sequence of messages to both queues, with the guest using each page as soon as it has it
-    /// back: exactly what the model reads goes into the balloon and comes out of it.
+    /// back: exactly the pages that the model reads are inflated and deflated.
     #[test]
     fn messages_do_what_the_model_reads(
         negotiated in features(),
@@ -297,7 +305,9 @@ proptest! {
             let counters = guest.balloon.counters();
             let accepted = pages.is_some();
             let moved = pages.as_ref().map_or(0, |pages| pages.len() as u64 * 4096);
-            let total = |counters: &ebb_balloon::Counters| counters.inflate.bytes + counters.deflate.bytes;
+            let total = |counters: &ebb_balloon::Counters| {
+                counters.inflate.bytes + counters.deflate.bytes
+            };
             prop_assert_eq!(total(&counters) - total(&before), moved, "{:?}", bytes);
             let encoded = |counters: &ebb_balloon::Counters| {
                 counters.encodings.pfns + counters.encodings.bitmaps + counters.encodings.ranges
@@ -320,32 +330,34 @@ proptest! {
         prop_assert_eq!(unmarked(&guest), balloon);
     }
 
-    /// Any answer: whoever asked is told what the model reads, and nothing is discarded.
+    /// Any answer: the requester receives the pages that the model reads, and nothing is discarded.
     #[test]
-    fn answers_tell_what_the_model_reads(
+    fn answers_pass_on_what_the_model_reads(
         negotiated in features().prop_map(|features| features.without(Feature::PagePoison)),
         messages in prop::collection::vec((sent(), 0..4_u64), 1..8),
     ) {
         let mut guest = guest(negotiated);
         guest.leave_request_buffer();
         let log = Log::default();
-        prop_assert_eq!(guest.balloon.request_free_pages(Order::PAGE, Box::new(log.clone())), Ok(true));
+        let sink = Box::new(log.clone());
+        prop_assert_eq!(guest.balloon.request_free_pages(Order::PAGE, sink), Ok(true));
         guest.used(QueueKind::HostRequest);
-        let mut told = BTreeSet::new();
+        let mut named = BTreeSet::new();
         for (sent, id) in &messages {
-            let purpose = Purpose::FreePages { request_id: (*id).max(1), status: AnswerStatus::More };
+            let purpose =
+                Purpose::FreePages { request_id: (*id).max(1), status: AnswerStatus::More };
             let bytes = sent.bytes(purpose);
             let pages = model(&bytes, 3, negotiated);
             let is_mine = bytes.get(8..16) == Some(&1_u64.to_le_bytes()[..]);
             let still_open = log.ends().is_empty();
             if is_mine && still_open {
-                told.extend(pages.into_iter().flatten());
+                named.extend(pages.into_iter().flatten());
             }
             let chain = sent.chain(&mut guest, &bytes);
             let _ = guest.send(QueueKind::HostRequest, &chain);
         }
         prop_assert_eq!(guest.used(QueueKind::HostRequest).len(), messages.len());
-        prop_assert_eq!(log.hinted(), told);
+        prop_assert_eq!(log.hinted(), named);
         guest.balloon.flush();
         prop_assert!(unmarked(&guest).is_empty());
         prop_assert_eq!(guest.balloon.counters().discard.bytes, 0);

@@ -76,11 +76,10 @@ fn pages_come_back_in_another_encoding_and_in_parts() {
 }
 
 #[test]
-fn what_is_not_memory_is_left_out() {
+fn pages_outside_memory_are_ignored() {
     for encoding in [Encoding::Bitmap, Encoding::Ranges] {
         let mut guest = marked_guest(ALL);
-        // From the end of the first region on, across the hole; from before the second region's end
-        // on.
+        // From the end of the first region, across the hole; from before the second region's end.
         let _ = guest.inflate_blocks(encoding, &[range(4095, 2), range(0x10_0fff, 11)]);
         guest.balloon.flush();
         assert_eq!(guest.unmarked(guest.low_pages()), [4095]);
@@ -91,7 +90,7 @@ fn what_is_not_memory_is_left_out() {
 }
 
 #[test]
-fn doubles_count_once() {
+fn duplicates_count_once() {
     let mut guest = marked_guest(ALL);
     let _ = guest
         .inflate_blocks(Encoding::Ranges, &[range(FIRST, 4), range(FIRST + 2, 4), range(FIRST, 1)]);
@@ -100,7 +99,7 @@ fn doubles_count_once() {
 }
 
 #[test]
-fn bits_after_the_last_one_mean_nothing() {
+fn bits_after_the_last_one_are_ignored() {
     let mut guest = marked_guest(ALL);
     let layout = Layout::Bitmap { start: Pfn(FIRST), page_shift: 12, bits: 3 };
     let header = Header::new(Purpose::Inflate, layout).unwrap().to_bytes();
@@ -109,8 +108,8 @@ fn bits_after_the_last_one_mean_nothing() {
     assert_eq!(guest.unmarked(guest.low_pages()), [512, 513, 514]);
 }
 
-/// A sound message of one page with bytes changed from `offset` on.
-fn spoiled(offset: usize, value: &[u8]) -> Vec<u8> {
+/// A valid message of one page with bytes changed from `offset` on.
+fn with_changed_bytes(offset: usize, value: &[u8]) -> Vec<u8> {
     let mut bytes = message(Purpose::Inflate, Encoding::Ranges, &[range(FIRST, 1)]);
     bytes[offset..offset + value.len()].copy_from_slice(value);
     bytes
@@ -123,28 +122,28 @@ fn broken_messages_are_refused_counted_and_returned() {
     let cases = [
         (sound[..HEADER_BYTES - 1].to_vec(), GuestError::BadMessage),
         (vec![7], GuestError::BadMessage),
-        (spoiled(0, &[0]), GuestError::BadMessage),
-        (spoiled(0, &[9]), GuestError::BadMessage),
-        (spoiled(2, &[13]), GuestError::BadMessage),
-        (spoiled(4, &[1]), GuestError::BadMessage),
-        (spoiled(6, &[4]), GuestError::BadMessage),
-        (spoiled(8, &[1]), GuestError::BadMessage),
-        (spoiled(16, &[1]), GuestError::BadMessage),
-        (spoiled(24, &[0]), GuestError::BadMessage),
-        (spoiled(28, &[1]), GuestError::BadMessage),
-        (spoiled(24, &[0xff; 8]), GuestError::BadMessage),
+        (with_changed_bytes(0, &[0]), GuestError::BadMessage),
+        (with_changed_bytes(0, &[9]), GuestError::BadMessage),
+        (with_changed_bytes(2, &[13]), GuestError::BadMessage),
+        (with_changed_bytes(4, &[1]), GuestError::BadMessage),
+        (with_changed_bytes(6, &[4]), GuestError::BadMessage),
+        (with_changed_bytes(8, &[1]), GuestError::BadMessage),
+        (with_changed_bytes(16, &[1]), GuestError::BadMessage),
+        (with_changed_bytes(24, &[0]), GuestError::BadMessage),
+        (with_changed_bytes(28, &[1]), GuestError::BadMessage),
+        (with_changed_bytes(24, &[0xff; 8]), GuestError::BadMessage),
         // Another queue's.
         (message(Purpose::Deflate, Encoding::Ranges, &[range(FIRST, 1)]), GuestError::BadMessage),
         // An array as without the extension.
         (FIRST.to_le_bytes().repeat(32), GuestError::BadMessage),
         (sound[..sound.len() - 1].to_vec(), GuestError::MessageLength),
         ([&sound[..], &[0]].concat(), GuestError::MessageLength),
-        (spoiled(24, &[2]), GuestError::MessageLength),
+        (with_changed_bytes(24, &[2]), GuestError::MessageLength),
         ([&bitmap[..], &[0]].concat(), GuestError::MessageLength),
-        (spoiled(40, &[0]), GuestError::BadRange),
-        (spoiled(46, &[0x10]), GuestError::BadRange),
-        (spoiled(32, &[0xff; 8]), GuestError::BadRange),
-        (spoiled(32, &[0xff; 16]), GuestError::BadRange),
+        (with_changed_bytes(40, &[0]), GuestError::BadRange),
+        (with_changed_bytes(46, &[0x10]), GuestError::BadRange),
+        (with_changed_bytes(32, &[0xff; 8]), GuestError::BadRange),
+        (with_changed_bytes(32, &[0xff; 16]), GuestError::BadRange),
     ];
     for (bytes, error) in cases {
         let mut guest = marked_guest(ALL.without(Feature::MustTellHost));
@@ -153,7 +152,7 @@ fn broken_messages_are_refused_counted_and_returned() {
         assert_counted(&guest, error, 1);
         assert_eq!(guest.used_with_lengths(QueueKind::Inflate).len(), 1);
         assert_eq!(guest.balloon.counters().discard.bytes, 0);
-        // The device goes on.
+        // The device continues.
         let _ = guest.inflate_blocks(Encoding::Ranges, &[range(FIRST, 1)]);
         assert_eq!(guest.balloon.counters().discard.bytes, 4096);
     }
@@ -187,7 +186,7 @@ fn the_stock_driver_on_a_device_with_the_extension_sends_arrays() {
     }
 }
 
-/// A message of the largest size, in the upper region, which the driver has for itself here.
+/// A message of the largest size, in the upper region, all of which the driver uses here.
 fn largest_message(guest: &Guest, purpose: Purpose, byte: u8) -> Buffer {
     let layout = Layout::Bitmap { start: Pfn(0), page_shift: 12, bits: MAX_BITMAP_BITS };
     let address = guest.high_pages().start.address();
@@ -197,7 +196,7 @@ fn largest_message(guest: &Guest, purpose: Purpose, byte: u8) -> Buffer {
 }
 
 #[test]
-fn the_largest_message_is_worked_on_in_steps() {
+fn the_largest_message_is_processed_in_steps() {
     let mut guest = Guest::with_extension(ALL);
     let buffer = largest_message(&guest, Purpose::Deflate, 0x55);
     let index = guest.index(QueueKind::Deflate);
@@ -255,7 +254,7 @@ fn all_of_memory_in_one_range_is_discarded_in_steps_outside_of_the_lock() {
 fn fragments_are_discarded_a_bounded_number_at_a_time() {
     let mut guest = Guest::with_extension(ALL);
     let index = guest.index(QueueKind::Inflate);
-    // Every other page of both regions: nothing ever forms a range.
+    // Every other page of both regions: no two pages form a range.
     let pages: Vec<_> = (FIRST / 2..2048)
         .map(|page| range(2 * page, 1))
         .chain((0..2048).map(|page| range(0x10_0000 + 2 * page, 1)))
@@ -294,7 +293,7 @@ fn without_must_tell_host_the_answer_comes_after_the_last_step() {
 }
 
 #[test]
-fn a_message_under_way_is_forgotten_on_reset() {
+fn a_message_in_progress_is_dropped_on_reset() {
     let mut guest = Guest::with_extension(ALL);
     let buffer = largest_message(&guest, Purpose::Deflate, 0x55);
     guest.offer(QueueKind::Deflate, &[buffer]);
@@ -307,7 +306,7 @@ fn a_message_under_way_is_forgotten_on_reset() {
 }
 
 #[test]
-fn a_message_under_way_is_read_again_from_a_snapshot() {
+fn a_message_in_progress_is_read_again_after_a_restore() {
     let mut guest = Guest::with_extension(ALL);
     let buffer = largest_message(&guest, Purpose::Deflate, 0xff);
     guest.offer(QueueKind::Deflate, &[buffer]);
@@ -316,7 +315,7 @@ fn a_message_under_way_is_read_again_from_a_snapshot() {
     let states = guest.balloon.queue_states();
     assert_eq!(states.iter().map(|state| state.next_avail).collect::<Vec<_>>(), [0; 6]);
 
-    // The copy starts over; the device that was saved goes on.
+    // The copy starts over; the saved device continues.
     let queues =
         states.iter().map(|state| virtio_queue::Queue::try_from(*state).unwrap()).collect();
     let mut copy = Balloon::restore(&state, Arc::clone(&guest.ram), queues).unwrap();
@@ -336,7 +335,7 @@ fn after_a_refused_deflation_nothing_old_is_discarded() {
     let mut bytes = message(Purpose::Deflate, Encoding::Ranges, &[range(FIRST, 256)]);
     bytes.push(0);
     let _ = guest.send_bytes(QueueKind::Deflate, &bytes);
-    // The driver thinks that it has its pages back.
+    // The driver assumes that its pages were deflated.
     guest.mark(range(FIRST, 256));
     let _ = guest.inflate_blocks(Encoding::Ranges, &[range(FIRST + 256, 256)]);
     guest.balloon.flush();

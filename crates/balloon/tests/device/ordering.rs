@@ -1,4 +1,4 @@
-//! Order of discard and answer, seen by a guest that uses a page as soon as it has it back.
+//! Order of discard and answer, as seen by a guest that uses a page as soon as it has it back.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier};

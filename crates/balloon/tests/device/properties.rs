@@ -1,4 +1,4 @@
-//! Properties: any page numbers in any chains.
+//! Properties over any page numbers in any chains.
 
 use std::collections::BTreeSet;
 
@@ -8,13 +8,13 @@ use ebb_balloon::ReportCheck;
 use ebb_balloon::testing::{Buffer, Guest, Setup};
 use proptest::prelude::*;
 
-/// Pages of a region of the guests used here: 8 MiB, of which the first quarter is the driver's.
+/// Pages of a region of the guests used here: 8 MiB; the first quarter belongs to the driver.
 const REGION_PAGES: u32 = 2048;
 const FIRST: u32 = 512;
 const HIGH: u32 = 0x10_0000;
 
-/// Runs of page numbers, upwards, downwards or with gaps: in memory, at its borders, in the hole,
-/// far outside.
+/// Runs of page numbers, ascending, descending or with gaps: in memory, at its boundaries, in the
+/// hole, far outside.
 fn numbers() -> impl Strategy<Value = Vec<u32>> {
     let start = prop_oneof![
         6 => FIRST..REGION_PAGES,
@@ -37,7 +37,7 @@ fn numbers() -> impl Strategy<Value = Vec<u32>> {
     prop::collection::vec(run, 0..5).prop_map(|runs: Vec<Vec<u32>>| runs.concat())
 }
 
-/// How a buffer's bytes are spread over descriptors: lengths of the parts, bytes that follow the
+/// Distribution of a buffer's bytes over descriptors: lengths of the parts, bytes that follow the
 /// last number, and whether descriptors of the wrong direction stand between the parts.
 #[derive(Clone, Debug)]
 struct Shape {
@@ -67,7 +67,7 @@ fn chain(guest: &mut Guest, numbers: &[u32], shape: &Shape) -> Vec<Buffer> {
     chain
 }
 
-/// Those of the numbers that are memory.
+/// The numbers of pages in memory.
 fn in_memory(numbers: &[u32]) -> BTreeSet<u64> {
     let is_memory =
         |number: &u32| *number < REGION_PAGES || (HIGH..HIGH + REGION_PAGES).contains(number);
@@ -75,7 +75,7 @@ fn in_memory(numbers: &[u32]) -> BTreeSet<u64> {
 }
 
 /// A guest whose pages are overwritten before they are discarded, so that a page that should not
-/// have been touched tells.
+/// have been touched is detected.
 fn guest(must_tell_host: bool) -> Guest {
     let all = Features::ALL_BALLOON.without(Feature::PagePoison);
     let negotiated = if must_tell_host { all } else { all.without(Feature::MustTellHost) };
@@ -101,9 +101,9 @@ fn unmarked(guest: &Guest) -> BTreeSet<u64> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
-    /// One buffer: exactly the pages named that are memory are discarded, each once.
+    /// One buffer: exactly the named pages that are memory are discarded, each once.
     #[test]
-    fn a_buffer_discards_what_it_names(
+    fn a_buffer_discards_exactly_the_named_pages(
         numbers in numbers(),
         shape in shape(),
         must_tell_host in any::<bool>(),
@@ -121,7 +121,7 @@ proptest! {
     }
 
     /// Any sequence of buffers to both queues, with the guest using each page as soon as it has it
-    /// back: pages in the balloon are discarded in the end, and no other page ever loses its
+    /// back: pages in the balloon are eventually discarded, and no other page ever loses its
     /// content.
     #[test]
     fn pages_outside_the_balloon_keep_their_content(
@@ -163,7 +163,7 @@ proptest! {
 
     /// Reports: exactly the whole pages inside the ranges that are memory are discarded.
     #[test]
-    fn reports_discard_what_they_name(
+    fn reports_discard_exactly_the_named_pages(
         ranges in prop::collection::vec(
             (0..3_u64, 0..3000_u64, 0..3_u64, 0..700_u64, 0..3_u64),
             1..20,

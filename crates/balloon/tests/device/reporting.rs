@@ -11,7 +11,7 @@ fn report(address: u64, size_bytes: u64) -> Buffer {
 }
 
 #[test]
-fn reported_pages_are_gone_before_the_buffer_is_given_back() {
+fn reported_pages_are_discarded_before_the_buffer_is_returned() {
     let mut guest = Guest::with_all_features();
     guest.mark(guest.low_pages());
     let progress =
@@ -38,7 +38,7 @@ fn reports_of_neighbours_become_one_range() {
 }
 
 #[test]
-fn overlapping_reports_and_those_outside_memory_are_cut() {
+fn overlapping_reports_and_those_outside_memory_are_clipped() {
     let mut guest = Guest::with_all_features();
     guest.mark(guest.low_pages());
     let chain = [

@@ -17,7 +17,7 @@ fn send(guest: &mut Guest, entries: &[(u16, u64)]) {
 }
 
 #[test]
-fn the_buffer_is_held_until_newer_values_are_wanted() {
+fn the_buffer_is_held_until_newer_values_are_requested() {
     let mut guest = Guest::with_all_features();
     assert_eq!(guest.balloon.statistics_buffer(), StatisticsBuffer::WithDriver);
     assert!(!guest.balloon.request_statistics());
@@ -39,7 +39,7 @@ fn the_buffer_is_held_until_newer_values_are_wanted() {
     assert!(!guest.balloon.request_statistics());
     assert_eq!(guest.balloon.statistics_buffer(), StatisticsBuffer::WithDriver);
 
-    // What the driver leaves out this time is unknown, not what it was.
+    // Values that the driver omits this time are unknown, and not the former ones.
     send(&mut guest, &[(5, 501)]);
     let statistics = guest.balloon.statistics();
     assert_eq!(
@@ -93,7 +93,7 @@ fn an_incomplete_entry_is_ignored() {
 }
 
 #[test]
-fn a_second_buffer_sends_the_first_one_back() {
+fn a_second_buffer_returns_the_first_one() {
     let mut guest = Guest::with_all_features();
     send(&mut guest, &[(4, 1)]);
     send(&mut guest, &[(4, 2)]);
@@ -119,7 +119,7 @@ fn the_interval_asks_again_when_it_has_passed() {
     let poll = guest.balloon.poll_statistics(start + second / 2);
     assert!(!poll.interrupt && poll.next == Some(start + second));
     assert!(guest.balloon.poll_statistics(start + second).interrupt);
-    // The guest is busy: the buffer is not here.
+    // The guest is busy: the device does not have the buffer.
     assert!(!guest.balloon.poll_statistics(start + 2 * second).interrupt);
 
     guest.balloon.set_statistics_interval(Some(Duration::ZERO));

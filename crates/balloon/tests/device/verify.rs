@@ -28,12 +28,12 @@ fn report(guest: &mut Guest, pages: PageRange) {
 }
 
 #[test]
-fn whoever_still_uses_a_reported_page_finds_that_out() {
+fn use_of_a_reported_page_is_detected() {
     for backing in [Backing::Anonymous, Backing::Memfd] {
         let mut guest = checked(Setup { negotiated: NO_POISON, backing, ..Setup::default() });
         let reported = PageRange::new(Pfn(1024), 8);
         guest.mark(guest.low_pages());
-        // What is written shows only where nothing is discarded.
+        // The pattern is visible only where nothing is discarded.
         let kept = guest.ram.inhibit_discard(InhibitReason::Operator);
         report(&mut guest, reported);
         let _ = guest.inflate([2048]);
@@ -89,7 +89,7 @@ fn no_page_is_overwritten_with_zeros() {
 }
 
 #[test]
-fn a_driver_that_comes_later_is_checked_by_what_it_negotiates() {
+fn a_later_driver_is_checked_by_its_own_features() {
     let mut guest = checked(Setup { negotiated: NO_POISON, ..Setup::default() });
     guest.balloon.reset();
     let queues = guest.fresh_queues();

@@ -1,4 +1,4 @@
-//! What the device does to memory is in the memory's log: a migration has to send it.
+//! The device's changes of memory are in the memory's write log: a migration has to send them.
 
 use std::collections::BTreeSet;
 
@@ -7,7 +7,7 @@ use ebb_abi::balloon::QueueKind;
 use ebb_balloon::testing::{Buffer, Guest};
 use ebb_guest_ram::PageBitmap;
 
-/// Pages in the log after the device has looked at a queue.
+/// Pages in the log after the device has processed a queue.
 fn logged(guest: &mut Guest, kind: QueueKind) -> BTreeSet<u64> {
     guest.ram.start_write_log().unwrap();
     let _ = guest.kick(kind);
