@@ -1,9 +1,9 @@
-//! What the broker does in a second over a real socket, how long others wait at the worst, and what
-//! a stable page costs it.
+//! Throughput of the broker over a real socket, the longest wait of other clients, and the broker's
+//! memory per stable page.
 //!
-//! The broker is this program once more, as a process of its own, so that its memory can be told
-//! from that of its clients. It measures itself rather than by criterion, since most of it can be
-//! done once only.
+//! The broker is this program run again in its own process, so that its memory is separate from
+//! that of its clients. The benchmark takes its own measurements instead of using criterion, since
+//! most steps can be done only once.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
@@ -20,22 +20,22 @@ use ebb_page_merge::{Answer, Node, PageHash, StableStore};
 
 type Failure = Box<dyn std::error::Error>;
 
-/// Set for the broker's process: where it listens.
+/// Set for the broker's process: the path of its socket.
 const SOCKET: &str = "EBB_BENCH_BROKER";
 const PAGE: usize = 4096;
-/// Hashes of one question.
+/// Hashes per query.
 const BATCH: u64 = 1024;
-/// Pages of one publication.
+/// Pages per publication.
 const PUBLISHED: u64 = 64;
 const LONG: Duration = Duration::from_secs(120);
 
-/// Stable pages that are made, and hashes that are remembered.
+/// Number of stable pages to make, and of hashes to remember.
 struct Size {
     pages: u64,
     hashes: u64,
 }
 
-/// Nothing is compared here, so nothing is mapped.
+/// No contents are compared, so nothing is mapped.
 struct Unmapped;
 
 impl SegmentUser for Unmapped {
@@ -71,7 +71,7 @@ impl Process {
         Ok(BrokerStore::connect(&config, Unmapped)?)
     }
 
-    /// Memory of its own, without the pages that it shares.
+    /// Private memory of the broker, without the stable pages.
     fn own_bytes(&self) -> Result<u64, Failure> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
         let line =
@@ -82,7 +82,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It serves until it is killed.
+        // The broker serves until it is killed.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -96,7 +96,7 @@ fn serve(path: PathBuf) -> Result<(), Failure> {
     Ok(broker.run(never.as_fd())?)
 }
 
-/// Hashes like those of pages: anything.
+/// Arbitrary hashes, like those of pages.
 fn hashes(first: u64, count: u64) -> Vec<PageHash> {
     (first..first + count)
         .map(|number| PageHash::new(number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 7))
@@ -114,11 +114,11 @@ fn contents(first: u64, count: u64) -> Vec<u8> {
 fn rate(what: &str, count: u64, work: impl FnOnce() -> Result<(), Failure>) -> Result<(), Failure> {
     let begin = Instant::now();
     work()?;
-    println!("{what:<60} {:>12.0} a second", count as f64 / begin.elapsed().as_secs_f64());
+    println!("{what:<60} {:>12.0} per second", count as f64 / begin.elapsed().as_secs_f64());
     Ok(())
 }
 
-/// How long one question takes while the broker has something large to do.
+/// Measures the time of one query while the broker does a large piece of work.
 fn wait(what: &str, member: &mut Member, work: impl FnOnce()) -> Result<(), Failure> {
     work();
     let begin = Instant::now();
@@ -140,7 +140,7 @@ fn ask(member: &mut Member, hashes: &[PageHash]) -> Result<(), Failure> {
 
 fn publish(member: &mut Member, first: u64, slots: &mut Vec<StableSlot>) -> Result<(), Failure> {
     let before = slots.len();
-    // The broker hashes for itself.
+    // The broker computes its own hashes.
     member.publish(Node::ANY, &hashes(first, PUBLISHED), &contents(first, PUBLISHED), slots)?;
     for &slot in &slots[before..] {
         member.shared(slot);
@@ -163,24 +163,24 @@ fn measure(size: &Size) -> Result<(), Failure> {
     first.flush();
     ask(&mut first, &hashes(1, 1))?;
     let with_pages = broker.own_bytes()?;
-    println!("{:<60} {:>12.0} bytes", "memory of the broker for a stable page with one sharer", {
+    println!("{:<60} {:>12.0} bytes", "memory of the broker per stable page with one sharer", {
         with_pages.saturating_sub(empty) as f64 / size.pages as f64
     });
 
     let hasher = ebb_page_merge::PageHasher::new(&first.secret());
     let known: Vec<PageHash> =
         contents(0, BATCH).chunks_exact(PAGE).map(|page| hasher.hash(page)).collect();
-    rate("query: hashes with a stable page, 1024 at once, given back", 200 * BATCH, || {
+    rate("query: hashes with a stable page, 1024 at once, returned", 200 * BATCH, || {
         (0..200).try_for_each(|_| ask(&mut second, &known))
     })?;
     rate("query: one hash with a stable page", 20_000, || {
         (0..20_000).try_for_each(|number: usize| ask(&mut second, &known[number % 1024..][..1]))
     })?;
-    rate("query: hashes that nobody has, 1024 at once", size.hashes, || {
+    rate("query: hashes of no client, 1024 at once", size.hashes, || {
         (0..size.hashes / BATCH)
             .try_for_each(|batch| ask(&mut second, &hashes(batch * BATCH, BATCH)))
     })?;
-    println!("{:<60} {:>12.0} bytes", "memory of the broker for a remembered hash", {
+    println!("{:<60} {:>12.0} bytes", "memory of the broker per remembered hash", {
         broker.own_bytes()?.saturating_sub(with_pages) as f64 / size.hashes as f64
     });
 
@@ -196,13 +196,13 @@ fn measure(size: &Size) -> Result<(), Failure> {
         worst.as_secs_f64() * 1000.0
     );
     let mut third = broker.member()?;
-    wait("a question while the state is told", &mut third, || {
+    wait("a query during a status report", &mut third, || {
         let path = broker.path.clone();
         let _state = std::thread::spawn(move || ask_status(&path, LONG));
         std::thread::sleep(Duration::from_micros(500));
     })?;
-    wait("a question while a client goes that asked much", &mut third, || drop(second))?;
-    wait("a question while all that is shared is given up", &mut third, || {
+    wait("a query while a client with many hashes leaves", &mut third, || drop(second))?;
+    wait("a query while all shares are released", &mut third, || {
         for &slot in &slots {
             first.release(slot);
         }

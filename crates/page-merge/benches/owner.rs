@@ -1,5 +1,5 @@
-//! What merging costs with memory of this process: single pages anywhere, and runs, from the first
-//! look until all is merged.
+//! Cost of merging memory of this process: scattered single pages, and runs, from the first scan
+//! until all is merged.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,12 +14,12 @@ use rustix::time::{ClockId, clock_gettime};
 use vm_memory::GuestAddress;
 
 const PAGES: usize = 1 << 14;
-/// How often a content occurs that occurs more than once: half of the pages have such contents.
+/// Number of occurrences of a duplicate content; half of the pages have such contents.
 const COPIES: usize = 4;
-/// Passes until all is merged: one that sees the pages for the first time, and one that finds that
-/// they have not changed.
+/// Passes until all is merged: one that sees the pages for the first time, and one that finds them
+/// unchanged.
 const PASSES: u32 = 2;
-/// Pages that are written at a time.
+/// Pages written at a time.
 const CHUNK_PAGES: usize = 256;
 
 type Owner = Merger<MergeSession, StablePages<StableMemory>>;
@@ -30,7 +30,7 @@ fn cpu_time() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Random numbers, the same each time (G. Marsaglia, "Xorshift RNGs", 2003).
+/// Random numbers with a fixed seed (G. Marsaglia, "Xorshift RNGs", 2003).
 struct Random(u64);
 
 impl Random {
@@ -64,7 +64,7 @@ fn page(content: u64) -> impl Iterator<Item = u8> {
     (0..PAGE_SIZE_BYTES / 8).flat_map(move |_| random.draw().to_ne_bytes())
 }
 
-/// Memory of small pages with these contents, and who merges them.
+/// Memory of small pages with these contents, and its merger.
 fn owner(contents: &[u64]) -> Option<(Owner, Arc<GuestRam>)> {
     let segments = StableSegments::new();
     let size_bytes = contents.len() as u64 * PAGE_SIZE_BYTES;

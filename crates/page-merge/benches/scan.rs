@@ -1,5 +1,5 @@
-//! What the core costs for each page, apart from what the memory costs: hashing, the first pass,
-//! the steady state, merging.
+//! Cost of the core per page, without the cost of the memory: hashing, the first pass, the steady
+//! state, merging.
 
 use std::time::{Duration, Instant};
 
@@ -45,7 +45,7 @@ fn passes(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("pass over 65,536 simulated pages");
     group.throughput(Throughput::Elements(PAGES));
     group.sample_size(10).measurement_time(Duration::from_secs(3));
-    group.bench_function("first look", |bencher| {
+    group.bench_function("first scan", |bencher| {
         bencher.iter_batched(
             || merger(|pfn| 1 + pfn),
             |mut sim| sim.0.scan(u64::MAX),
@@ -80,7 +80,7 @@ fn passes(criterion: &mut Criterion) {
     });
     group.bench_function("steady, unique pages", |bencher| bencher.iter(|| steady.scan(u64::MAX)));
     let bytes = steady.statistics().metadata_bytes as f64 / PAGES as f64;
-    println!("metadata of unique pages: {bytes:.2} bytes a page");
+    println!("metadata of unique pages: {bytes:.2} bytes per page");
     group.finish();
 }
 
@@ -99,7 +99,7 @@ fn store(criterion: &mut Criterion) {
     group.throughput(Throughput::Elements(512));
     let mut answers: Vec<Answer> = Vec::new();
     let mut round = 0;
-    group.bench_function("512 questions and releases", |bencher| {
+    group.bench_function("512 queries and releases", |bencher| {
         bencher.iter_custom(|rounds| {
             let begin = Instant::now();
             for _ in 0..rounds {

@@ -7,39 +7,40 @@ use crate::{
     record::{Record, State},
 };
 
-/// Number of a page in its memory: number of its block times 512, and its place in the block. 32
-/// bits are enough for 16 TiB.
+/// Number of a page in its memory: number of its block times 512, plus its index in the block. 32
+/// bits suffice for 16 TiB.
 pub(crate) type PageNumber = u32;
 
-/// Most blocks of a memory.
+/// Maximum number of blocks of a memory.
 const MOST_BLOCKS: usize = 1 << (32 - BLOCK_PAGES.trailing_zeros());
 
 /// Part of the memory, within one naturally aligned block of 512 pages.
 #[derive(Debug)]
 pub(crate) struct Block {
-    /// Its pages.
+    /// The block's pages.
     pub(crate) range: PageRange,
-    /// One for each page; `None` as long as nothing is known of any.
+    /// One record per page; `None` while nothing is known about any of them.
     records: Option<Box<[Record]>>,
-    /// Pages that are merged.
+    /// Number of merged pages.
     merged: u16,
-    /// Pages that are neither unknown nor merged nor zeroed: that have content of their own.
+    /// Number of pages with content of their own: neither unknown nor merged nor zeroed.
     others: u16,
-    /// The last look found one huge page.
+    /// The last scan found one huge page.
     pub(crate) huge: bool,
-    /// Passes for which this huge page was not written to.
+    /// Number of passes in which this huge page was not written to.
     pub(crate) cold_passes: u8,
-    /// Times that pages of this huge page were found to be duplicates since it was judged.
+    /// Number of times that pages of this huge page were found to be duplicates since it was
+    /// judged.
     pub(crate) wanted: u16,
 }
 
 impl Block {
-    /// Pages that are merged.
+    /// Number of merged pages.
     pub(crate) fn merged_pages(&self) -> u16 {
         self.merged
     }
 
-    /// What is known of each page, if anything is.
+    /// Records of the pages, if any is known.
     pub(crate) fn records(&self) -> Option<&[Record]> {
         self.records.as_deref()
     }
@@ -86,7 +87,7 @@ impl Blocks {
         true
     }
 
-    /// Sets the records of a block back to unknown.
+    /// Resets the records of a block to unknown.
     pub(crate) fn forget(&mut self, number: u32) {
         let Some(pages) = self.block(number).map(|block| block.range.pages) else { return };
         for offset in 0..pages as u32 {
@@ -98,7 +99,7 @@ impl Blocks {
         self.shrink(number);
     }
 
-    /// Gives up the records of a block of which nothing is known.
+    /// Frees the records of a block about which nothing is known.
     pub(crate) fn shrink(&mut self, number: u32) {
         if let Some(block) = self.all.get_mut(number as usize)
             && block.merged == 0
@@ -121,13 +122,13 @@ impl Blocks {
         self.all.get_mut(number as usize)
     }
 
-    /// Place of a page in guest memory.
+    /// Guest frame number of a page.
     pub(crate) fn pfn(&self, page: PageNumber) -> Option<Pfn> {
         let block = self.block(block_of(page))?;
         Some(Pfn(block.range.start.0 + u64::from(page) % BLOCK_PAGES))
     }
 
-    /// What is known of a page.
+    /// Record of a page.
     pub(crate) fn record(&self, page: PageNumber) -> Record {
         self.block(block_of(page))
             .and_then(|block| block.records.as_ref()?.get(page as usize % BLOCK_PAGES as usize))
@@ -135,7 +136,7 @@ impl Blocks {
             .unwrap_or(Record::UNKNOWN)
     }
 
-    /// Notes what is known of a page.
+    /// Sets the record of a page.
     pub(crate) fn set(&mut self, page: PageNumber, record: Record) {
         let Some(block) = self.all.get_mut(block_of(page) as usize) else {
             return;
@@ -173,37 +174,36 @@ impl Blocks {
         }
     }
 
-    /// How many pages are in `state` (of unknown ones, only those in blocks of which something is
-    /// known).
+    /// Number of pages in `state` (of unknown ones, only those in blocks with records).
     pub(crate) fn count(&self, state: State) -> u64 {
         self.states[state as usize]
     }
 
-    /// Merged pages whose stable page is on another node.
+    /// Number of merged pages whose stable page is on another node.
     pub(crate) fn remote(&self) -> u64 {
         self.remote
     }
 
-    /// Memory of blocks and records.
+    /// Memory used by blocks and records, in bytes.
     pub(crate) fn memory_bytes(&self) -> u64 {
         self.records * size_of::<Record>() as u64
             + (self.all.capacity() * size_of::<Block>()) as u64
     }
 }
 
-/// The parts of a range in each naturally aligned block.
+/// Splits a range at naturally aligned blocks.
 fn cut(range: PageRange) -> impl Iterator<Item = PageRange> {
     let (first, end) = (range.start.0 / BLOCK_PAGES, range.end().0.div_ceil(BLOCK_PAGES));
     (first..end)
         .map(move |block| range.intersection(PageRange::new(Pfn(block * BLOCK_PAGES), BLOCK_PAGES)))
 }
 
-/// Number of the block that a page is in.
+/// Number of a page's block.
 pub(crate) fn block_of(page: PageNumber) -> u32 {
     page / BLOCK_PAGES as u32
 }
 
-/// Number of the first page of a block.
+/// Number of a block's first page.
 pub(crate) fn first_of(block: u32) -> PageNumber {
     block * BLOCK_PAGES as u32
 }
@@ -213,7 +213,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_are_cut_at_aligned_blocks() {
+    fn ranges_are_split_at_aligned_blocks() {
         let mut blocks = Blocks::default();
         assert!(blocks.add(PageRange::new(Pfn(500), 600)));
         let ranges: Vec<_> =
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_follow_the_records_and_nothing_is_kept_of_unknown_pages() {
+    fn counts_follow_the_records_and_unknown_pages_have_none() {
         let mut blocks = Blocks::default();
         blocks.add(PageRange::new(Pfn(0), 1024));
         let empty = blocks.memory_bytes();

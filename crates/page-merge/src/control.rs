@@ -1,4 +1,4 @@
-//! What other threads use to talk to the merging thread.
+//! Control of the merging thread by other threads.
 
 use std::{
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
@@ -10,7 +10,7 @@ use crate::{
     statistics::Statistics,
 };
 
-/// How long the merging thread may take to answer: it does so between two steps, each of which
+/// Time limit for an answer of the merging thread: it answers between two steps, each of which
 /// takes milliseconds.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 
@@ -20,7 +20,7 @@ struct State {
     statistics: Statistics,
     last_error: Option<String>,
     why_gone: Option<String>,
-    /// Settings that somebody wants, and for whom the answer is.
+    /// Requested settings, and the number of the request.
     wanted: Option<(u64, Settings)>,
     answer: Option<(u64, Result<(), SettingsError>)>,
     tickets: u64,
@@ -30,7 +30,7 @@ struct State {
     life: Life,
 }
 
-/// Of the merging thread.
+/// State of the merging thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Life {
     #[default]
@@ -39,21 +39,21 @@ pub(crate) enum Life {
     Ended,
 }
 
-/// Settings, statistics, and a brake of a merging thread ([`Worker`](crate::Worker)). Any thread
+/// Settings, statistics, and pausing of a merging thread ([`Worker`](crate::Worker)). Any thread
 /// may use it.
 #[derive(Debug, Default)]
 pub struct Control {
     state: Mutex<State>,
     worker: Condvar,
     clients: Condvar,
-    /// Held by whoever changes settings, so that there is one wish at a time.
+    /// Held while settings are changed, so that there is one request at a time.
     changing: Mutex<()>,
 }
 
-/// What the merging thread is to do next.
+/// The next action of the merging thread.
 #[derive(Debug)]
 pub(crate) enum Next {
-    /// A step.
+    /// Run a step.
     Step,
     /// Try these settings, and answer.
     Change(u64, Settings),
@@ -62,13 +62,13 @@ pub(crate) enum Next {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Whatever panicked while it held the lock: the state is plain values, and each is valid on its
+    // After a panic with the lock held: the state is plain values, each of which is valid on its
     // own.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Control {
-    /// For a thread that begins with `settings`.
+    /// Creates the control of a thread that begins with `settings`.
     pub fn new(settings: Settings) -> Arc<Self> {
         Arc::new(Self {
             state: Mutex::new(State { settings, ..State::default() }),
@@ -76,7 +76,7 @@ impl Control {
         })
     }
 
-    /// The settings in force.
+    /// The current settings.
     pub fn settings(&self) -> Settings {
         lock(&self.state).settings.clone()
     }
@@ -91,7 +91,7 @@ impl Control {
         lock(&self.state).last_error.clone()
     }
 
-    /// Why the store is lost, once it is.
+    /// Reason for the loss of the store, once it is lost.
     pub fn why_gone(&self) -> Option<String> {
         lock(&self.state).why_gone.clone()
     }
@@ -101,9 +101,9 @@ impl Control {
         lock(&self.state).life == Life::Runs
     }
 
-    /// Changes the settings: `change` gets those in force. Waits for the thread's answer, which
-    /// comes after its current step. With [`Run::Unmerge`](crate::Run::Unmerge) unmerging has only
-    /// begun then; it is done when the statistics say that `merged_pages` is 0.
+    /// Changes the settings: `change` receives the current ones. Waits for the thread's answer,
+    /// which follows its current step. With [`Run::Unmerge`](crate::Run::Unmerge) unmerging has
+    /// only begun by then; it is complete when `merged_pages` is 0 in the statistics.
     pub fn change(&self, change: impl FnOnce(&mut Settings)) -> Result<Settings, SettingsError> {
         let _one = lock(&self.changing);
         let mut state = lock(&self.state);
@@ -131,8 +131,8 @@ impl Control {
         }
     }
 
-    /// Makes the thread stand still: when this returns, no step is under way, and none begins
-    /// before the guard is dropped. Settings can still be changed.
+    /// Pauses the thread: when this returns, no step is running, and none begins before the guard
+    /// is dropped. Settings can still be changed.
     pub fn pause(self: &Arc<Self>) -> Paused {
         let mut state = lock(&self.state);
         state.pauses += 1;
@@ -143,14 +143,14 @@ impl Control {
         Paused(Arc::clone(self))
     }
 
-    /// Makes the thread end after its current step. Pages stay merged.
+    /// Stops the thread after its current step. Pages stay merged.
     pub fn stop(&self) {
         lock(&self.state).stopping = true;
         self.worker.notify_all();
         self.clients.notify_all();
     }
 
-    /// The thread begins or ends.
+    /// Sets the thread's state.
     pub(crate) fn set_life(&self, life: Life) {
         let mut state = lock(&self.state);
         state.life = life;
@@ -158,7 +158,7 @@ impl Control {
         self.clients.notify_all();
     }
 
-    /// Publishes what the thread has done.
+    /// Publishes the results of the thread's last step.
     pub(crate) fn publish(
         &self,
         statistics: Statistics,
@@ -175,7 +175,7 @@ impl Control {
         }
     }
 
-    /// The answer to a [`Next::Change`].
+    /// Answers a [`Next::Change`].
     pub(crate) fn answer(
         &self,
         ticket: u64,
@@ -188,7 +188,7 @@ impl Control {
         self.clients.notify_all();
     }
 
-    /// Waits for as long as there is nothing to do: for `sleep` (`None`: until something happens).
+    /// Waits while there is nothing to do: for `sleep` (`None`: until an event).
     pub(crate) fn next(&self, sleep: Option<Duration>) -> Next {
         let deadline = sleep.map(|sleep| Instant::now() + sleep);
         let mut state = lock(&self.state);
@@ -226,7 +226,7 @@ impl Control {
     }
 }
 
-/// The merging thread stands still until this is dropped.
+/// The merging thread is paused until this is dropped.
 #[derive(Debug)]
 #[must_use]
 pub struct Paused(Arc<Control>);

@@ -1,5 +1,5 @@
-//! A machine's memory within its trust domain: what is known of each page, the unstable index for
-//! each node, and the domain's store of stable pages.
+//! A machine's memory within its trust domain: the record of each page, the unstable index for each
+//! node, and the domain's store of stable pages.
 
 use ebb_guest_ram::merge::MergeTarget;
 
@@ -14,40 +14,39 @@ use crate::{
     table::Table,
 };
 
-/// Pages of one hash in an unstable index at most. More of them have the same content and cannot be
-/// merged for now, or somebody has found a way to make hashes collide: neither is worth long
-/// searches.
+/// Maximum number of pages with one hash in an unstable index. More of them have the same content
+/// and cannot be merged at present, or are forged collisions: neither is worth long searches.
 const SAME_HASH: usize = 8;
 
-/// Passes after which what could not be done, or seldom changes, is looked at again.
+/// Interval, in passes, of retries and of checks of slowly changing state.
 pub(crate) const SELDOM_PASSES: u64 = 16;
 
-/// Passes without an error after which the last one is of no interest any more: what could not be
-/// done was tried again by then.
+/// Passes without an error after which the last error is dropped: every failed action has been
+/// retried by then.
 const CALM_PASSES: u64 = 2 * SELDOM_PASSES;
 
-/// Longest run that is waited for when mappings are scarce.
+/// Maximum length of a run that is required when mappings are scarce.
 const LONGEST_MIN_RUN: u32 = 64;
 
-/// Pass of the scan over all memory, and how it is done.
+/// A pass over all memory, and its settings.
 pub(crate) struct Pass<'a> {
     pub(crate) number: u64,
     pub(crate) settings: &'a Settings,
 }
 
 impl Pass<'_> {
-    /// Whether it is this block's turn for what is done only every [`SELDOM_PASSES`] passes.
+    /// Whether this block is due for the actions of every [`SELDOM_PASSES`]th pass.
     pub(crate) fn is_turn_of(&self, block: u32) -> bool {
         (self.number + u64::from(block)).is_multiple_of(SELDOM_PASSES)
     }
 
-    /// Whether it is this block's turn for what is done every fourth such pass only.
+    /// Whether this block is due for the actions of every fourth such pass only.
     pub(crate) fn is_rare_turn_of(&self, block: u32) -> bool {
         (self.number + u64::from(block)).is_multiple_of(4 * SELDOM_PASSES)
     }
 
-    /// Clean looks that a page must have had, beyond the one that is its turn to be read: the more,
-    /// the more often it changed after it had been hashed or merged.
+    /// Number of clean scans required beyond the one in which a page is read: it grows with the
+    /// number of times that the page changed after it had been hashed or merged.
     pub(crate) fn waits(&self, age: u8) -> u64 {
         const WAITS: [u64; Record::OLDEST as usize + 1] = [0, 2, 4, 8, 16, 32, 32, 32];
         let smart =
@@ -65,21 +64,21 @@ impl Pass<'_> {
     }
 }
 
-/// What the store is good for in this pass.
+/// Usability of the store in this pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StoreHealth {
-    /// Everything.
+    /// Fully usable.
     Full,
-    /// It has no room: what is there can be shared, and nothing is published.
+    /// Full: existing stable pages can be shared, and nothing is published.
     LookupOnly,
-    /// It does not answer. Pages that it was not asked for are tried later: others may have what
-    /// they contain.
+    /// It does not answer. Pages that it was not queried for are tried later: others may have their
+    /// contents.
     Late,
-    /// It is gone, for good as a rule.
+    /// Lost; a lost store usually never comes back.
     Gone,
 }
 
-/// A page that is to be replaced; for a slot there is a reservation.
+/// A page to be replaced; its slot is reserved.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Planned {
     pub(crate) page: PageNumber,
@@ -96,20 +95,20 @@ pub(crate) struct Domain<M, S> {
     pub(crate) nodes: Vec<Node>,
     /// Unstable index by the node's number.
     pub(crate) unstable: Vec<Table>,
-    /// What only grows is counted here; the rest is 0.
+    /// The counters that only grow; the other fields are 0.
     pub(crate) counters: Statistics,
-    /// Room for contents that are about to be published.
+    /// Buffer for contents to be published.
     pub(crate) contents: Vec<u8>,
-    /// Pages that are about to be replaced; none between two steps.
+    /// Pages to be replaced; empty between two steps.
     pub(crate) planned: Vec<Planned>,
     pub(crate) health: StoreHealth,
-    /// Shortest run that is worth a try.
+    /// Shortest run that is worth an attempt.
     pub(crate) min_run_pages: u32,
     /// The memory refused a run in this pass because of its length.
     pub(crate) refused_short_runs: bool,
     /// Most recent error, for diagnostics.
     pub(crate) last_error: Option<String>,
-    /// Passes since then.
+    /// Passes since that error.
     calm_passes: u64,
 }
 
@@ -135,7 +134,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         })
     }
 
-    /// Begins a pass: what failed in the last one is tried again.
+    /// Begins a pass: failed actions of the last one are retried.
     pub(crate) fn begin_pass(&mut self, pass: &Pass<'_>) {
         self.health = StoreHealth::Full;
         self.calm_passes += 1;
@@ -167,7 +166,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         NodeNumber(self.nodes.len() as u16 - 1)
     }
 
-    /// Gives back shares of pages that the owner has discarded.
+    /// Returns the shares of pages that the owner has discarded.
     pub(crate) fn take_released(&mut self) {
         let mut released = Vec::new();
         self.memory.take_released(&mut released);
@@ -176,7 +175,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
     }
 
-    /// Takes a page out of the unstable index, if it is there.
+    /// Removes a page from the unstable index, if it is there.
     pub(crate) fn unindex(&mut self, page: PageNumber) {
         let record = self.blocks.record(page);
         if record.state() == State::Unshared {
@@ -187,13 +186,13 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
     }
 
-    /// Sets a page's state, and keeps the unstable index in step.
+    /// Sets a page's state, and keeps the unstable index consistent.
     pub(crate) fn set_state(&mut self, page: PageNumber, record: Record) {
         self.unindex(page);
         self.blocks.set(page, record);
     }
 
-    /// The page changed: it is watched until it has been clean for long enough.
+    /// Watches a page that changed until it has been clean for long enough.
     pub(crate) fn watch(&mut self, page: PageNumber, pass: &Pass<'_>) {
         let mut record = self.blocks.record(page);
         if matches!(record.state(), State::Unshared | State::Refused | State::Merged) {
@@ -224,14 +223,14 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.blocks.set(page, record.with(State::Unshared, hash.get()));
     }
 
-    /// Forgets what is known of a block's pages. Shares are not touched.
+    /// Resets the records of a block's pages. Shares are not affected.
     pub(crate) fn forget_block(&mut self, block: u32) {
         let pages = self.blocks.block(block).and_then(Block::records).map_or(0, <[Record]>::len);
         (first_of(block)..).take(pages).for_each(|page| self.unindex(page));
         self.blocks.forget(block);
     }
 
-    /// Zeros are to be taken away from now on: those that wait for a partner are read again.
+    /// Zero pages are discarded from now on: those that wait for a partner are read again.
     pub(crate) fn watch_zeros(&mut self) {
         let mut zeros = Vec::new();
         for table in &self.unstable {
@@ -244,14 +243,14 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             let record = self.blocks.record(page);
             self.set_state(page, record.with(State::Watched, 0));
             if let Some(block) = self.blocks.block_mut(block_of(page)) {
-                // A huge page is judged once more.
+                // A huge page is judged again.
                 block.cold_passes = 0;
             }
         }
     }
 
-    /// Gives all pages of a block pages of their own again, and forgets them. After an error some
-    /// may still be merged.
+    /// Unmerges all pages of a block, and resets their records. After an error some may still be
+    /// merged.
     pub(crate) fn unmerge_block(&mut self, block: u32) -> Result<(), M::Error> {
         let Some(range) = self.blocks.block(block).map(|block| block.range) else { return Ok(()) };
         let mut released = Vec::new();
@@ -266,7 +265,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         outcome
     }
 
-    /// Forgets everything but the shares, for a new start under other rules.
+    /// Resets everything except the shares, for a restart under other rules.
     pub(crate) fn forget_all(&mut self) {
         for block in 0..self.blocks.len() {
             self.forget_block(block);
@@ -282,7 +281,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             StoreError::Late(_) => StoreHealth::Late,
             StoreError::Gone(_) => StoreHealth::Gone,
         };
-        // A lost store never comes back, and has logged that itself.
+        // The loss of a store is logged elsewhere, once.
         if self.is_worth_a_line(self.counters.store_errors) && self.health != StoreHealth::Gone {
             tracing::warn!(%error, "some pages are merged later");
         } else {
@@ -299,8 +298,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.note_error(error.to_string());
     }
 
-    /// Whether an error should be logged, as the `count`th of its kind: the first one after a calm
-    /// time, and then ever fewer.
+    /// Whether to log an error, the `count`th of its kind: the first one after an error-free
+    /// period, and then with decreasing frequency.
     fn is_worth_a_line(&self, count: u64) -> bool {
         self.last_error.is_none() || count.is_power_of_two()
     }
@@ -309,7 +308,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         (self.last_error, self.calm_passes) = (Some(text), 0);
     }
 
-    /// What was found and done so far.
+    /// The statistics so far.
     pub(crate) fn statistics(&self) -> Statistics {
         let counts = self.store.counts();
         let merged_pages = self.blocks.count(State::Merged);

@@ -1,12 +1,11 @@
-//! Hash of a page under a domain's secret: XXH3 with a secret of its own, so that collisions cannot
-//! be prepared without knowing it.
+//! Hash of a page under a domain's secret: XXH3 with a custom secret, so that collisions cannot be
+//! prepared without knowing it.
 
 use ebb_abi::PAGE_SIZE_BYTES;
 use twox_hash::XxHash3_64;
 
-/// Hash of a page's content under a [`Secret`]: equal contents have equal hashes, and nothing
-/// follows from equal hashes but that a comparison is worth its price. Only the low 48 bits are
-/// used.
+/// Hash of a page's content under a [`Secret`]: equal contents have equal hashes, and equal hashes
+/// only justify a comparison. Only the low 48 bits are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageHash(u64);
 
@@ -14,7 +13,7 @@ impl PageHash {
     /// Number of bits used.
     pub const BITS: u32 = 48;
 
-    /// Stands for pages of zeros where they are merged like any others.
+    /// Represents pages of zeros where they are merged like any others.
     pub const ZEROS: Self = Self::new(0);
 
     /// The low bits of `hash`.
@@ -28,8 +27,8 @@ impl PageHash {
     }
 }
 
-/// What hashes depend on; a guest that does not know it cannot make pages whose hashes collide. All
-/// members of a domain that share a store have the same.
+/// The key of a domain's hashes; a guest that does not know it cannot make pages whose hashes
+/// collide. All members of a domain that share a store have the same.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Secret(pub [u8; 32]);
 
@@ -48,13 +47,13 @@ pub enum Content {
     Hash(PageHash),
 }
 
-/// Bytes of the secret that XXH3 works with (its own default secret is as long; 136 are the least).
+/// Length of XXH3's secret in bytes (the same as that of its default secret; the minimum is 136).
 const EXPANDED_BYTES: usize = 192;
 
-/// A page of zeros, to compare with.
+/// A page of zeros for comparison.
 static ZEROS: [u8; PAGE_SIZE_BYTES as usize] = [0; PAGE_SIZE_BYTES as usize];
 
-/// Hashes pages. All who share stable pages must hash with the same function and the same
+/// Hashes pages. All processes that share stable pages must use the same function and the same
 /// [`Secret`].
 #[derive(Clone)]
 pub struct PageHasher {
@@ -68,19 +67,19 @@ impl PageHasher {
         let mut expanded = [0; EXPANDED_BYTES];
         for (number, chunk) in (0_u64..).zip(expanded.chunks_exact_mut(8)) {
             // Short inputs under a seed: each chunk depends on all bytes of the domain's secret and
-            // on its place.
+            // on its position.
             chunk.copy_from_slice(&XxHash3_64::oneshot_with_seed(number, &secret.0).to_le_bytes());
         }
         Self { seed: XxHash3_64::oneshot_with_seed(u64::MAX, &secret.0), secret: expanded }
     }
 
-    /// What a page of 4096 bytes contains.
+    /// Classifies a page of 4096 bytes.
     pub fn content(&self, page: &[u8]) -> Content {
         if page == &ZEROS[..page.len().min(ZEROS.len())] {
             return Content::Zero;
         }
-        // The only error there is means that the secret is too short, which it is not; the seed
-        // alone is the next best.
+        // The only possible error is a secret that is too short, which it is not; the seed alone is
+        // the fallback.
         let hash = XxHash3_64::oneshot_with_seed_and_secret(self.seed, &self.secret, page)
             .unwrap_or_else(|_| XxHash3_64::oneshot_with_seed(self.seed, page));
         Content::Hash(PageHash::new(hash))
@@ -110,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_are_known_without_a_hash() {
+    fn zeros_are_recognized_without_a_hash() {
         let hasher = PageHasher::new(&Secret([7; 32]));
         assert_eq!(hasher.content(&page(0)), Content::Zero);
         let mut last = page(0);

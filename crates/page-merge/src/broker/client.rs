@@ -1,4 +1,4 @@
-//! The broker as its clients see it.
+//! The client side of the broker.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -21,13 +21,13 @@ use super::message::{Change, PAGE, Reply, Request};
 use super::name::DomainName;
 use super::status::BrokerStatus;
 
-/// After so many times its time limit a broker that does not answer counts as gone.
+/// A broker that has not answered for this many times the time limit counts as gone.
 const LIMITS_UNTIL_GONE: u32 = 60;
 
-/// Messages with notifications that are taken in one call; more can wait.
+/// Maximum number of notification messages taken per call; further ones wait.
 const MOST_NOTIFICATIONS: usize = 64;
 
-/// How a process joins a domain.
+/// Settings with which a process joins a domain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemberConfig {
     /// The broker's socket.
@@ -36,23 +36,23 @@ pub struct MemberConfig {
     pub domain: DomainName,
     /// Whether pages of different nodes are merged.
     pub placement: Placement,
-    /// The longest that one call may wait for the broker. After it the broker is late: calls fail
-    /// at once until it has answered, and after a while it counts as gone.
+    /// Maximum wait for the broker per call. After that the broker is late: calls fail immediately
+    /// until it has answered, and after a while it counts as gone.
     pub time_limit: Duration,
 }
 
 impl MemberConfig {
-    /// With the usual time limit.
+    /// Settings with the default time limit.
     pub const fn new(path: PathBuf, domain: DomainName, placement: Placement) -> Self {
         Self { path, domain, placement, time_limit: Duration::from_secs(1) }
     }
 }
 
-/// What a client does with the segments that it gets.
+/// Receives the segments of a client.
 pub trait SegmentUser {
-    /// A segment that answers will speak of.
+    /// Adds a segment that later answers refer to.
     fn add(&mut self, number: u32, file: File) -> io::Result<()>;
-    /// A segment without shared pages.
+    /// Removes a segment without shared pages.
     fn remove(&mut self, number: u32);
 }
 
@@ -68,13 +68,13 @@ impl SegmentUser for Arc<StableSegments> {
 
 /// The stable pages of a domain, owned by a broker.
 ///
-/// Each call waits for the broker at most for [`MemberConfig::time_limit`]. A broker that is late
-/// is waited for no more, and asked again once it has answered; what nobody waited for any more is
-/// given back. Once the broker is gone it stays so: connections cannot be made again behind a
-/// monitor's system call filters. What is mapped of stable pages stays valid.
+/// Each call waits for the broker for at most [`MemberConfig::time_limit`]. Calls do not wait for a
+/// late broker, and use it again once it has answered; reservations in late answers are returned. A
+/// broker that is gone never comes back: connections cannot be made again behind a monitor's system
+/// call filters. Mapped stable pages stay valid.
 ///
-/// The broker frees a client's holds when its process has ended, not before. So a process that has
-/// stable pages mapped must not leave its memory to another (fork(2)).
+/// The broker frees a client's holds only when its process has ended. So a process that has stable
+/// pages mapped must not pass its memory on to another (fork(2)).
 ///
 /// System calls after [`connect`](Self::connect): `sendmsg`, `recvmsg`, `ppoll`, `close`, and those
 /// of the segments' user.
@@ -82,9 +82,9 @@ impl SegmentUser for Arc<StableSegments> {
 pub struct BrokerStore<U> {
     link: Option<Link>,
     why_gone: String,
-    /// Since when the broker has to take something or to answer.
+    /// Time since which a send or an answer has been pending.
     late_since: Option<Instant>,
-    /// A question has not been answered.
+    /// A request is unanswered.
     unanswered: bool,
     segments: U,
     secret: Secret,
@@ -92,7 +92,7 @@ pub struct BrokerStore<U> {
     limits: ToldLimits,
     placement: Placement,
     updates: Vec<(Change, StableSlot)>,
-    /// Notifications that came late.
+    /// Notifications received outside of [`take_notifications`](StableStore::take_notifications).
     notifications: Vec<(Node, PageHash)>,
     /// Shares of this client's pages by slot.
     shares: HashMap<StableSlot, u32>,
@@ -101,7 +101,7 @@ pub struct BrokerStore<U> {
 }
 
 impl<U: SegmentUser> BrokerStore<U> {
-    /// Joins a domain. `segments` gets the memory files that the domain's stable pages are in.
+    /// Joins a domain. `segments` receives the memory files with the domain's stable pages.
     ///
     /// System calls: `socket`, `connect`, `getsockopt`, `geteuid`, and those of all other calls.
     pub fn connect(config: &MemberConfig, segments: U) -> Result<Self, BrokerError> {
@@ -132,12 +132,12 @@ impl<U: SegmentUser> BrokerStore<U> {
         })
     }
 
-    /// What the domain's hashes depend on.
+    /// The secret of the domain's hashes.
     pub const fn secret(&self) -> Secret {
         self.secret
     }
 
-    /// The most sharers of one stable page, over all clients.
+    /// Maximum number of sharers of one stable page, over all clients.
     pub const fn max_page_sharing(&self) -> u32 {
         self.limits.max_page_sharing
     }
@@ -147,13 +147,13 @@ impl<U: SegmentUser> BrokerStore<U> {
         self.placement
     }
 
-    /// Tells the broker what has been shared and given up. The other calls do so, too.
+    /// Sends pending shares and releases to the broker. The other calls do so, too.
     pub fn flush(&mut self) {
         while !self.updates.is_empty() && self.catch_up().is_ok() {
             let count = self.updates.len().min(BATCH_UPDATES);
             let request = Request::Updates(self.updates.drain(..count).collect()).encode();
             let sent = self.link.as_mut().map_or(Ok(()), |link| link.begin(&request));
-            // What could not be sent will be, or nobody is interested any more.
+            // Unsent updates are sent later, or the connection is over.
             let _ = self.judge(sent);
         }
     }
@@ -168,7 +168,7 @@ impl<U: SegmentUser> BrokerStore<U> {
         }
     }
 
-    /// Asks, and takes what the broker has to say until the answer.
+    /// Sends a request and processes the broker's messages up to the answer.
     fn ask(&mut self, request: &Request<'_>) -> Result<Reply, StoreError> {
         self.flush();
         self.catch_up()?;
@@ -181,7 +181,7 @@ impl<U: SegmentUser> BrokerStore<U> {
         self.judge(answer)
     }
 
-    /// Takes what the broker has to say until an answer.
+    /// Processes the broker's messages up to an answer.
     fn answer(&mut self) -> Result<Reply, BrokerError> {
         let Some(link) = &mut self.link else {
             return Err(BrokerError::Gone(self.why_gone.clone()));
@@ -209,7 +209,7 @@ impl<U: SegmentUser> BrokerStore<U> {
         }
     }
 
-    /// Sees whether a broker that was late has caught up. Does not wait for it.
+    /// Checks whether a late broker has caught up. Does not wait for it.
     fn catch_up(&mut self) -> Result<(), StoreError> {
         if self.late_since.is_none() {
             return Ok(());
@@ -224,11 +224,11 @@ impl<U: SegmentUser> BrokerStore<U> {
         }
         self.judge(result)?;
         self.late_since = None;
-        tracing::info!("the merge broker answers again");
+        tracing::info!("the merge broker responds again");
         Ok(())
     }
 
-    /// An answer that nobody waits for any more.
+    /// Returns the reservations of an answer that no call waits for.
     fn give_back(&mut self, answer: Reply) {
         let slots: Vec<StableSlot> = match answer {
             Reply::Slots(slots) => slots,
@@ -253,8 +253,8 @@ impl<U: SegmentUser> BrokerStore<U> {
         }
     }
 
-    /// What comes of an exchange: a broker that is late may answer later, any other failure ends
-    /// the connection.
+    /// Judges the result of an exchange: a broker that is late may answer later, any other failure
+    /// ends the connection.
     fn judge<T>(&mut self, result: Result<T, BrokerError>) -> Result<T, StoreError> {
         match result {
             Ok(value) => Ok(value),
@@ -272,19 +272,19 @@ impl<U: SegmentUser> BrokerStore<U> {
         }
     }
 
-    /// The broker is not asked any more.
+    /// Ends the use of the broker.
     fn lose(&mut self, error: &BrokerError) -> StoreError {
         let why = match error {
             BrokerError::Gone(why) => why.clone(),
             other => other.to_string(),
         };
-        tracing::warn!("the merge broker is gone, there are no further shared pages: {why}");
+        tracing::warn!("the merge broker is gone and no further pages are shared: {why}");
         self.link = None;
         self.updates = Vec::new();
         self.notifications = Vec::new();
         (self.late_since, self.unanswered) = (None, false);
         self.why_gone.clone_from(&why);
-        // Nobody says any more when a segment is not needed.
+        // The broker announces unused segments no longer.
         let unused: Vec<u32> = self
             .holds
             .iter()
@@ -302,12 +302,12 @@ impl<U: SegmentUser> BrokerStore<U> {
         self.segments.remove(number);
     }
 
-    /// This client has got a reservation.
+    /// Counts a reservation of this client.
     fn note_hold(&mut self, slot: StableSlot) {
         *self.holds.entry(slot.segment).or_default() += 1;
     }
 
-    /// This client has given up a share or a reservation.
+    /// Counts the end of a share or a reservation of this client.
     fn drop_hold(&mut self, slot: StableSlot) {
         let Some(holds) = self.holds.get_mut(&slot.segment) else { return };
         *holds = holds.saturating_sub(1);
@@ -471,8 +471,8 @@ impl<U: SegmentUser> StableStore for BrokerStore<U> {
 }
 
 impl<U> Drop for BrokerStore<U> {
-    /// Says what has not been said yet, if the broker takes it at once. What is still held is freed
-    /// when the process ends.
+    /// Sends pending updates if the broker takes them immediately. Remaining holds are freed when
+    /// the process ends.
     fn drop(&mut self) {
         let Some(link) = &mut self.link else { return };
         for batch in self.updates.chunks(BATCH_UPDATES) {
@@ -481,7 +481,7 @@ impl<U> Drop for BrokerStore<U> {
     }
 }
 
-/// The state of the broker that listens at `path`.
+/// Queries the state of the broker that listens at `path`.
 pub fn ask_status(path: &Path, time_limit: Duration) -> Result<BrokerStatus, BrokerError> {
     let mut link = Link::connect(path, time_limit)?;
     link.begin(&Role::Status.preamble())?;
@@ -495,6 +495,6 @@ pub fn ask_status(path: &Path, time_limit: Duration) -> Result<BrokerStatus, Bro
 fn unexpected(reply: &Reply) -> BrokerError {
     match reply {
         Reply::Refused(reason) => BrokerError::Refused { reason: reason.clone() },
-        _ => BrokerError::Gone("it gave an answer to another question".to_owned()),
+        _ => BrokerError::Gone("it sent the answer to another request".to_owned()),
     }
 }

@@ -1,4 +1,4 @@
-//! A connection as the broker sees it: bytes that came, and messages that are to go. Never waits.
+//! The broker's end of a connection: received bytes, and messages to send. Never waits.
 
 use std::collections::VecDeque;
 use std::io;
@@ -15,41 +15,41 @@ use super::hello::{PREAMBLE_BYTES, Role};
 use super::peer::Peer;
 use super::socket::send;
 
-/// What is read at a time, so that one client does not keep the others waiting.
+/// Maximum number of bytes read at a time, so that one client does not keep the others waiting.
 const PIECE_BYTES: usize = 64 << 10;
 
-/// How far a connection has come.
+/// Stage of a connection.
 #[derive(Debug)]
 pub(super) enum Stage {
-    /// It has not said what it is.
+    /// No preamble yet.
     Stranger,
-    /// It has shown its preamble and must say hello.
+    /// The preamble has arrived and the hello is missing.
     Greeting,
     /// It is a client.
     Member(Membership),
-    /// It has to read its last message.
+    /// The last message has to be read by the peer.
     Leaving,
 }
 
-/// Somebody who has connected.
+/// A connected peer.
 #[derive(Debug)]
 pub(super) struct Connection {
     socket: OwnedFd,
     pub(super) peer: Arc<Peer>,
     pub(super) stage: Stage,
     incoming: Vec<u8>,
-    /// Bytes at its beginning that were taken. They go when more is read: a client may send many
-    /// small messages.
+    /// Number of processed bytes at the beginning of the buffer. They are removed with the next
+    /// read: a client may send many small messages.
     taken: usize,
     outgoing: VecDeque<OutMessage>,
-    /// Bytes of the first outgoing message that have gone.
+    /// Number of sent bytes of the first outgoing message.
     gone: usize,
     ended: bool,
-    /// Since when something is expected of the other side.
+    /// Time since which the peer is expected to act.
     pub(super) waiting_since: Option<Instant>,
 }
 
-/// The other side has gone away.
+/// The peer has closed the connection.
 #[derive(Debug)]
 pub(super) struct Gone;
 
@@ -75,22 +75,22 @@ impl Connection {
         }
     }
 
-    /// What to wait for. A client that has not read its answer is not listened to.
+    /// Events to wait for. Requests of a client that has not read its answer are not read.
     pub(super) fn interest(&self) -> PollFlags {
         if self.outgoing.is_empty() { PollFlags::IN } else { PollFlags::OUT }
     }
 
-    /// Whether everything has gone that should.
+    /// Whether everything has been sent.
     pub(super) fn is_flushed(&self) -> bool {
         self.outgoing.is_empty()
     }
 
-    /// What has come and was not taken.
+    /// Received bytes that are not processed.
     pub(super) fn incoming(&self) -> &[u8] {
         &self.incoming[self.taken..]
     }
 
-    /// Forgets the first bytes of what has come, which were a message.
+    /// Removes the first bytes of the received ones, which were a message.
     pub(super) fn take(&mut self, bytes: usize) {
         self.waiting_since = None;
         self.taken += bytes;
@@ -99,7 +99,7 @@ impl Connection {
         }
     }
 
-    /// The preamble, once it has come.
+    /// The preamble, once it has arrived.
     pub(super) fn take_role(&mut self) -> Result<Option<Role>, super::hello::PreambleError> {
         let role = Role::parse(self.incoming())?;
         if role.is_some() {
@@ -112,7 +112,7 @@ impl Connection {
         self.outgoing.extend(messages);
     }
 
-    /// Reads what is there, once. Descriptors that come with it are closed by the system, since
+    /// Reads the available bytes, once. The kernel closes descriptors that come with them, since
     /// there is no room for them.
     pub(super) fn read(&mut self) -> Result<(), Gone> {
         if self.ended {
@@ -134,15 +134,15 @@ impl Connection {
         Ok(())
     }
 
-    /// Whether nothing more will come.
+    /// Whether nothing more will be received.
     pub(super) fn has_ended(&self) -> bool {
         self.ended
     }
 
-    /// Sends what the other side takes.
+    /// Sends as much as the socket takes.
     pub(super) fn flush(&mut self) -> Result<(), Gone> {
         while let Some((bytes, descriptor)) = self.outgoing.front() {
-            // The descriptor goes with the first byte.
+            // The descriptor is sent with the first byte.
             let descriptor = descriptor.as_ref().filter(|_| self.gone == 0).map(AsFd::as_fd);
             match send(&self.socket, &bytes[self.gone..], descriptor) {
                 Ok(sent) => self.gone += sent,
@@ -157,32 +157,32 @@ impl Connection {
         Ok(())
     }
 
-    /// Notes whether something is expected of the other side: the rest of a message, a hello, that
-    /// it reads.
+    /// Records whether the peer is expected to act: to send the rest of a message or a hello, or to
+    /// read.
     pub(super) fn note_waiting(&mut self, now: Instant) {
         let introduced = matches!(self.stage, Stage::Member(_));
         let waiting = !introduced || !self.outgoing.is_empty() || !self.incoming().is_empty();
         self.waiting_since = if waiting { self.waiting_since.or(Some(now)) } else { None };
     }
 
-    /// Whether it has been waited for too long.
+    /// Whether the peer has been waited for too long.
     pub(super) fn is_late(&self, now: Instant, patience: Duration) -> bool {
         self.waiting_since.is_some_and(|since| now.saturating_duration_since(since) >= patience)
     }
 
-    /// Nothing that has come matters any more.
+    /// Drops all received bytes.
     pub(super) fn forget_incoming(&mut self) {
         (self.incoming, self.taken) = (Vec::new(), 0);
     }
 
-    /// What a late client was expected to do.
+    /// The action expected of a late client.
     pub(super) fn expected(&self) -> &'static str {
         if !self.outgoing.is_empty() {
             "reading an answer"
         } else if matches!(self.stage, Stage::Member(_)) {
             "sending a message"
         } else {
-            "saying hello"
+            "sending hello"
         }
     }
 }

@@ -1,5 +1,5 @@
-//! The domains of a broker, and what their clients may ask for. A client's requests reach the
-//! ledger of its domain only.
+//! The domains of a broker, and the requests of their clients. A client's requests reach the ledger
+//! of its domain only.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -41,17 +41,17 @@ struct Domain {
     lost: usize,
 }
 
-/// A client, where it belongs.
+/// A client and its domain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Membership {
     domain: DomainName,
     member: MemberId,
 }
 
-/// A message for a client, with the file whose descriptor goes with it.
+/// A message for a client, with the file whose descriptor is sent with it.
 pub(super) type OutMessage = (Vec<u8>, Option<Arc<File>>);
 
-/// What is left of a client that is not connected any more.
+/// State left by a disconnected client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rest {
     Nothing,
@@ -60,12 +60,12 @@ pub(super) enum Rest {
 }
 
 impl Domains {
-    /// With no rules, every domain is served, to the broker's own user.
+    /// Without rules, every domain is served, to the broker's own user.
     pub(super) fn new(rules: Vec<DomainRule>, limits: Limits, nodes: Vec<u32>, user: u32) -> Self {
         Self { rules, limits, nodes, user, by_name: BTreeMap::new() }
     }
 
-    /// Lets a client in, if its user may join the domain.
+    /// Admits a client, if its user may join the domain.
     pub(super) fn join(
         &mut self,
         hello: Hello,
@@ -103,7 +103,7 @@ impl Domains {
         Ok((Membership { domain: name, member }, (Reply::Welcome(welcome).encode(), None)))
     }
 
-    /// Does what a client asks for, and appends the answer.
+    /// Processes a client's request, and appends the answer.
     pub(super) fn request(
         &mut self,
         membership: &Membership,
@@ -112,7 +112,7 @@ impl Domains {
     ) -> Result<(), Refusal> {
         let Membership { domain: name, member } = membership;
         let member = *member;
-        // A membership ends with its domain at the earliest.
+        // A membership ends no later than its domain.
         let Some(domain) = self.by_name.get_mut(name) else { return Err(Refusal::NoHello) };
         let known_node = |node: Node| match domain.placement {
             Placement::Across if node == Node::ANY => Ok(()),
@@ -168,7 +168,7 @@ impl Domains {
         Ok(())
     }
 
-    /// A connection is over, and the process behind it may live.
+    /// Ends a connection; the process behind it may still live.
     pub(super) fn disconnect(&mut self, membership: &Membership) -> Rest {
         let Some(domain) = self.by_name.get_mut(&membership.domain) else { return Rest::Nothing };
         domain.clients -= 1;
@@ -180,8 +180,7 @@ impl Domains {
         Rest::Nothing
     }
 
-    /// The process of a client that was [disconnected](Self::disconnect) and held something has
-    /// ended.
+    /// Ends the holds of a client that was [disconnected](Self::disconnect): its process has ended.
     pub(super) fn reap(&mut self, membership: &Membership) {
         let Some(domain) = self.by_name.get_mut(&membership.domain) else { return };
         domain.lost -= 1;
@@ -193,7 +192,8 @@ impl Domains {
         self.by_name.iter().map(|(name, domain)| domain.status(name)).collect()
     }
 
-    /// The next clients of a domain may want another placement, and get another secret.
+    /// Removes a domain without clients; the next ones may choose another placement, and get
+    /// another secret.
     fn end_if_unused(&mut self, name: &DomainName) {
         if self.by_name.get(name).is_some_and(|domain| domain.clients == 0 && domain.lost == 0) {
             self.by_name.remove(name);
@@ -212,7 +212,7 @@ impl Domain {
         Ok(Self { ledger, secret, placement, clients: 0, lost: 0 })
     }
 
-    /// Tells a client of segments that it has not heard of.
+    /// Announces segments that are new to a client.
     fn announce(
         &mut self,
         member: MemberId,

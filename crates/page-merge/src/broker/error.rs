@@ -1,4 +1,4 @@
-//! What can go wrong between a broker and those who talk to it.
+//! Errors between a broker and its clients.
 
 use std::io;
 use std::path::PathBuf;
@@ -13,42 +13,50 @@ pub enum BrokerError {
     /// The broker cannot listen.
     #[error("the merge broker cannot listen: {0}")]
     Listen(#[from] ebb_local_io::ListenError),
-    /// Nobody listens, or not for this user.
-    #[error("cannot connect to the merge broker at {path}: {source}; start one with `ebb merge-broker --listen unix:{path}`", path = path.display())]
+    /// No broker listens, or not for this user.
+    #[error(
+        "cannot connect to the merge broker at {path}: {source}; start one with \
+         `ebb merge-broker --listen unix:{path}`",
+        path = path.display()
+    )]
     Connect {
         /// The socket's path.
         path: PathBuf,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
-    /// The broker belongs to somebody who must not know this process's pages.
-    #[error("the merge broker at {path} runs as user {theirs}; only root's and those of user {ours} are trusted", path = path.display())]
+    /// The broker's user must not know this process's pages.
+    #[error(
+        "the merge broker at {path} runs as user {theirs}; only brokers of root and of user {ours} \
+         are trusted",
+        path = path.display()
+    )]
     ForeignUser {
         /// The socket's path.
         path: PathBuf,
-        /// Its user.
+        /// The broker's user.
         theirs: u32,
         /// This process's user.
         ours: u32,
     },
-    /// The broker said no.
+    /// The broker refused the connection.
     #[error("the merge broker refuses this process: {reason}")]
     Refused {
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// The broker went away, or has not answered for very long.
+    /// The broker has ended the connection, or has not answered for very long.
     #[error("the merge broker is gone: {0}")]
     Gone(String),
-    /// The broker has not answered in time. It may still do so.
+    /// The broker has not answered in time. It may answer later.
     #[error("the merge broker did not answer within {0:?}")]
     Late(Duration),
-    /// A system call failed that does not fail.
+    /// An unexpected failure of a system call.
     #[error("cannot {what}: {source}")]
     System {
-        /// What was tried.
+        /// The failed action.
         what: &'static str,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 }
@@ -59,7 +67,7 @@ impl BrokerError {
     }
 }
 
-/// Why a broker refuses a connection. The other side reads it.
+/// Reason for which a broker refuses a connection. It is sent to the peer.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Refusal {
     #[error(transparent)]
@@ -68,38 +76,41 @@ pub(super) enum Refusal {
     Frame(#[from] super::message::FrameError),
     #[error(transparent)]
     NotHeld(#[from] super::ledger::NotHeld),
-    #[error("it did not begin with a hello")]
+    #[error("its first message was not hello")]
     NoHello,
-    #[error("it said hello twice")]
+    #[error("it sent hello twice")]
     SecondHello,
-    #[error("domain {domain} is not for user {user}; see the broker's --domain")]
+    #[error("user {user} may not join domain {domain}; see the broker's --domain")]
     User { domain: DomainName, user: u32 },
-    #[error("domain {0} is not served here; see the broker's --domain")]
+    #[error("this broker does not serve domain {0}; see its --domain")]
     Domain(DomainName),
     #[error(
-        "the clients of domain {domain} {theirs}, and this one wants to {wish}; all clients of a domain must want the same"
+        "the clients of domain {domain} {theirs}, and this one wants to {wish}; all clients of a \
+         domain must agree"
     )]
     Placement { domain: DomainName, theirs: super::hello::Placement, wish: super::hello::Placement },
     #[error(
-        "node {node} has no stable pages of their own here: the domain's clients merge across nodes, or the host's nodes with memory are {nodes:?}"
+        "node {node} has no stable pages of its own: the domain's clients merge across nodes, or \
+         the host's nodes with memory are {nodes:?}"
     )]
     Node { node: u32, nodes: Vec<u32> },
-    #[error("there are {0} clients already")]
+    #[error("the limit of {0} clients is reached")]
     Clients(usize),
-    #[error("its process has {0} connections already")]
+    #[error("its process has {0} connections, which is the limit")]
     Process(usize),
     #[error(
-        "its process cannot be watched, so its end could not be noticed ({0}); the broker and its clients must be in one pid namespace"
+        "the end of its process cannot be watched ({0}); the broker and its clients must be in one \
+         pid namespace"
     )]
     Unwatched(io::Error),
-    #[error("too many connections that have not said who they are; the oldest had to go")]
+    #[error("too many connections that have not sent hello; the oldest was closed")]
     Crowded,
     #[error("{what} took longer than {limit:?}")]
     Late { what: &'static str, limit: Duration },
     #[error("user {0} may not see the broker's state; only its own user and root may")]
     StatusUser(u32),
-    #[error("the broker has no random numbers: {0}")]
+    #[error("the broker cannot get random numbers: {0}")]
     Random(rustix::io::Errno),
-    #[error("the broker has no room for another connection just now: {0}")]
+    #[error("the broker has no room for another connection at present: {0}")]
     Shortage(io::Error),
 }

@@ -1,5 +1,5 @@
-//! Bodies of the fuzz targets: each takes any bytes, does with them what a hostile other side could
-//! do, and panics if something gives way. They also run as ordinary tests.
+//! Bodies of the fuzz targets: each takes arbitrary bytes, does with them what a hostile peer could
+//! do, and panics on a fault. They also run as ordinary tests.
 //!
 //! A new target is a function here, a line in [`TARGETS`], and a file of two lines in
 //! `fuzz/fuzz_targets`.
@@ -29,31 +29,31 @@ pub type MergeTarget = (&'static str, fn(&[u8]));
 pub const TARGETS: [MergeTarget; 3] =
     [("broker_frame", frame), ("broker_server", server), ("broker_client", client)];
 
-/// What fits into a socket's buffer, so that no thread is needed to write it.
+/// Input that fits into a socket's buffer, so that no thread is needed to write it.
 const LONGEST_INPUT_BYTES: usize = 64 << 10;
 
-/// One frame of either side: what is read survives being written.
+/// One frame of either side: a decoded frame survives encoding.
 pub fn frame(data: &[u8]) {
     let Ok(Some((kind, body, length))) = split_frame(data) else { return };
     assert!(length <= data.len());
     if let Ok(request) = Request::decode(kind, body) {
         let bytes = request.encode();
         let Ok(Some((again, body, _))) = split_frame(&bytes) else {
-            panic!("{request:?} is no frame")
+            panic!("{request:?} does not decode")
         };
         assert_eq!((again, Request::decode(again, body)), (kind, Ok(request)));
     }
     if let Ok(reply) = Reply::decode(kind, body) {
         let bytes = reply.encode();
         let Ok(Some((again, body, _))) = split_frame(&bytes) else {
-            panic!("{reply:?} is no frame")
+            panic!("{reply:?} does not decode")
         };
         assert_eq!((again, Reply::decode(again, body)), (kind, Ok(reply)));
     }
 }
 
-/// A whole broker, with a client that says these bytes and then nothing more. It ends by itself,
-/// and what it counts adds up.
+/// A whole broker, with a client that sends these bytes and then nothing more. It ends by itself,
+/// and its counts are consistent.
 pub fn server(data: &[u8]) {
     let place = Place::new();
     let limits = Limits { domain_pages: 64, published_pages: 32, ..Limits::default() };
@@ -72,7 +72,7 @@ pub fn server(data: &[u8]) {
     }
 }
 
-/// A whole client, with a broker that says these bytes. Whatever they are, every call ends.
+/// A whole client, with a broker that sends these bytes. Whatever they are, every call returns.
 pub fn client(data: &[u8]) {
     struct Nowhere;
     impl SegmentUser for Nowhere {
@@ -88,7 +88,7 @@ pub fn client(data: &[u8]) {
         let Ok((mut stream, _)) = listener.accept() else { return };
         let _ = stream.write_all(&bytes);
         let _ = stream.shutdown(Shutdown::Write);
-        // What the client says is taken until it goes.
+        // Reads the client's messages until it disconnects.
         let _ = io::copy(&mut stream, &mut io::sink());
     });
     let Ok(domain) = "web".parse() else { return };
@@ -112,7 +112,7 @@ pub fn client(data: &[u8]) {
     assert!(broker.join().is_ok());
 }
 
-/// A name for a socket; removed at the end.
+/// A path for a socket; removed at the end.
 struct Place(PathBuf);
 
 impl Place {
@@ -126,7 +126,7 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        // A broker has removed it already.
+        // A broker has already removed it.
         let _ = std::fs::remove_file(&self.0);
     }
 }

@@ -1,11 +1,11 @@
-//! How a connection begins: sixteen bytes that say what it is, and for a client a hello and a
+//! Beginning of a connection: sixteen bytes that declare its role, and for a client a hello and a
 //! welcome.
 //!
 //! | bytes | content |
 //! | --- | --- |
 //! | 0..8 | `EBB-SPM` and a line feed |
 //! | 8..10 | version of the protocol, little endian |
-//! | 10 | 1: a client, 2: somebody who wants to know the broker's state |
+//! | 10 | 1: a client, 2: a query of the broker's state |
 //! | 11..16 | 0 |
 
 use serde::{Deserialize, Serialize};
@@ -21,14 +21,14 @@ const MAGIC: [u8; 8] = *b"EBB-SPM\n";
 /// Length of a preamble.
 pub(super) const PREAMBLE_BYTES: usize = 16;
 
-/// What a connection is for.
+/// Role of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
     Member,
     Status,
 }
 
-/// A preamble that is none.
+/// An invalid preamble.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum PreambleError {
     #[error("it does not speak the protocol of Ebb's merge broker")]
@@ -49,7 +49,8 @@ impl Role {
         bytes
     }
 
-    /// The role, or `None` if more bytes must come. A wrong beginning is noticed at its first byte.
+    /// The role, or `None` if more bytes are needed. An invalid preamble is detected at its first
+    /// wrong byte.
     pub(super) fn parse(bytes: &[u8]) -> Result<Option<Self>, PreambleError> {
         let seen = bytes.len().min(MAGIC.len());
         if bytes[..seen] != MAGIC[..seen] {
@@ -68,14 +69,14 @@ impl Role {
     }
 }
 
-/// Whether pages of different nodes are merged. All clients of a domain must want the same (Linux's
+/// Whether pages of different nodes are merged. All clients of a domain must agree (Linux's
 /// merge_across_nodes).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Placement {
-    /// They are; stable pages may be on any node.
+    /// Pages of different nodes are merged; stable pages may be on any node.
     Across,
-    /// They are not; a node's stable pages are on it.
+    /// They are not; a node's stable pages are on that node.
     Apart,
 }
 
@@ -88,17 +89,17 @@ impl std::fmt::Display for Placement {
     }
 }
 
-/// Who a client is. It has this domain for the rest of its connection.
+/// Identity of a client. Its domain is fixed for the rest of its connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Hello {
     pub domain: DomainName,
     pub placement: Placement,
 }
 
-/// What a client learns when it has been accepted.
+/// The broker's answer to an accepted client.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Welcome {
-    /// What the domain's hashes depend on.
+    /// The secret of the domain's hashes.
     pub secret: [u8; 32],
     /// The host's nodes with memory.
     pub nodes: Vec<u32>,
@@ -106,7 +107,7 @@ pub(super) struct Welcome {
 }
 
 impl std::fmt::Debug for Welcome {
-    /// The secret does not belong into logs.
+    /// The secret must not be logged.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Welcome")
             .field("nodes", &self.nodes)
@@ -120,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_beginning_of_a_preamble_is_judged_like_the_whole() {
+    fn each_prefix_of_a_preamble_is_judged_like_the_whole() {
         for role in [Role::Member, Role::Status] {
             let preamble = role.preamble();
             for length in 0..PREAMBLE_BYTES {

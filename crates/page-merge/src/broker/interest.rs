@@ -1,22 +1,22 @@
-//! Hashes that clients have asked for and that have no stable page: eight bytes each, and no more
-//! than a limit for each client.
+//! Hashes that clients have queried and that have no stable page: eight bytes each, with a limit
+//! for each client.
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 
 use crate::hash::PageHash;
 
-/// Smallest part of a table.
+/// Minimum size of a part of a table.
 const LEAST_PLACES: usize = 8;
 
-/// Parts of a large table. Each grows and forgets on its own: nobody waits while all that many
-/// clients asked for is moved.
+/// Number of parts of a large table. Each grows and drops entries on its own, so that clients do
+/// not wait while a whole table is moved.
 const PARTS: usize = 256;
 
-/// A client's limit in a part is at least this, or the table has one part only.
+/// Minimum of a client's limit in a part; below it, the table has only one part.
 const LEAST_PART_LIMIT: u32 = 16;
 
-/// A client within one table. Numbers are given again when a client has been forgotten.
+/// A client within one table. Numbers are reused after a client has been removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Asker(pub(super) u16);
 
@@ -25,26 +25,26 @@ impl Asker {
     pub(super) const LIMIT: u16 = (1 << 15) - 1;
 }
 
-/// Nothing has been here.
+/// A cell that has never been used.
 const EMPTY: u64 = 0;
 
-/// Something was here: whoever looks for what is behind it must go on.
+/// A cell whose entry was removed: searches must continue behind it.
 const REMOVED: u64 = u64::MAX;
 
-/// Bits above the hash: a bit for the half, and the client's number plus one, so that nothing looks
-/// like [`EMPTY`] or [`REMOVED`].
+/// Bits above the hash: a bit for the half, and the client's number plus one, so that no entry
+/// equals [`EMPTY`] or [`REMOVED`].
 const HALF: u64 = 1 << 63;
 
-/// Hashes and the clients that asked for them.
+/// Hashes and the clients that queried them.
 ///
-/// A client's hashes are in two halves. When the newer one is full, the older one is forgotten:
-/// what a client asked for last is remembered at least until it has asked for half its limit of
-/// others. In a table of many parts this holds for each part, among which hashes are spread evenly.
+/// A client's hashes are in two halves. When the newer one is full, the older one is dropped: a
+/// hash is remembered at least until its client has queried half its limit of others. In a table of
+/// many parts this holds for each part, among which hashes are spread evenly.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub(super) struct Interest {
     parts: Box<[Part]>,
-    /// Clients choose the hashes; they must not choose the places.
+    /// Clients choose the hashes; they must not choose the cells.
     keys: RandomState,
 }
 
@@ -53,13 +53,13 @@ pub(super) struct Interest {
 #[cfg_attr(test, derive(Clone))]
 struct Part {
     places: Vec<u64>,
-    /// Places that are not [`EMPTY`].
+    /// Cells that are not [`EMPTY`].
     used: usize,
     live: usize,
     clients: BTreeMap<Asker, Halves>,
 }
 
-/// How many hashes of a client are remembered.
+/// Number of remembered hashes of a client.
 #[derive(Clone, Copy, Debug, Default)]
 struct Halves {
     newer: u32,
@@ -68,24 +68,23 @@ struct Halves {
     bit: u64,
 }
 
-/// Who has asked for a hash before.
+/// Earlier queries of a hash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Before {
-    /// Nobody else.
+    /// By no other client.
     Nobody,
-    /// Another client.
+    /// By another client.
     Another,
 }
 
 impl Interest {
-    /// Nothing yet. A client's limit will be `limit` or less.
+    /// An empty table. A client's limit will be `limit` or less.
     pub(super) fn new(limit: u32) -> Self {
         let parts = if limit / LEAST_PART_LIMIT >= PARTS as u32 { PARTS } else { 1 };
         Self { parts: (0..parts).map(|_| Part::new()).collect(), keys: RandomState::new() }
     }
 
-    /// Remembers that `asker` asked for `hash`, forgetting what it asked for long ago beyond
-    /// `limit` hashes.
+    /// Records that `asker` queried `hash`, dropping its oldest queries beyond `limit` hashes.
     pub(super) fn ask(&mut self, hash: PageHash, asker: Asker, limit: u32) -> Before {
         let limit = limit / self.parts.len() as u32;
         let (part, spread) = self.find(hash);
@@ -93,39 +92,39 @@ impl Interest {
         part.ask(hash, asker, spread.of(hash))
     }
 
-    /// Forgets a hash, and appends who had asked for it.
+    /// Removes a hash, and appends the clients that queried it.
     pub(super) fn take(&mut self, hash: PageHash, askers: &mut Vec<Asker>) {
         let (part, spread) = self.find(hash);
         part.take(hash, spread.of(hash), askers);
     }
 
-    /// Forgets a client.
+    /// Removes a client.
     pub(super) fn forget(&mut self, asker: Asker) {
         let spread = Spread(&self.keys);
         self.parts.iter_mut().for_each(|part| part.forget(asker, spread));
     }
 
-    /// Number of hashes, counted for each client that asked.
+    /// Number of hashes, counted once for each client that queried them.
     pub(super) fn len(&self) -> usize {
         self.parts.iter().map(|part| part.live).sum()
     }
 
-    /// Memory of the table.
+    /// Memory of the table, in bytes.
     #[cfg(test)]
     fn bytes(&self) -> usize {
         self.parts.iter().map(|part| part.places.len() * size_of::<u64>()).sum()
     }
 
-    /// The part that a hash belongs to.
+    /// The part of a hash.
     fn find(&mut self, hash: PageHash) -> (&mut Part, Spread<'_>) {
         let spread = Spread(&self.keys);
-        // The upper bits; the lower ones say where in the part.
+        // The upper bits; the lower ones select the cell in the part.
         let number = (spread.of(hash) >> 32) as usize % self.parts.len();
         (&mut self.parts[number], spread)
     }
 }
 
-/// Says where hashes belong.
+/// Maps hashes to cells.
 #[derive(Clone, Copy)]
 struct Spread<'a>(&'a RandomState);
 
@@ -195,13 +194,13 @@ impl Part {
             *entry = REMOVED;
         }
         self.live -= (halves.newer + halves.older) as usize;
-        // Little is left to be moved then.
+        // Few entries are left to move then.
         if self.live * 8 < self.places.len() {
             self.rebuild(spread, |_| true);
         }
     }
 
-    /// The places where a hash may be, in order, from what it is spread to.
+    /// The candidate cells of a hash, in order, from the first one.
     fn chain(&self, first: u64) -> impl Iterator<Item = usize> + use<> {
         let mask = self.places.len() - 1;
         (0..=mask).map(move |step| (first as usize).wrapping_add(step) & mask)
@@ -229,13 +228,13 @@ impl Part {
                 self.rebuild(spread, |entry| asker_of(entry) != asker || entry & HALF != old);
             }
         }
-        // A quarter stays free, so that chains are short.
+        // A quarter stays free to keep chains short.
         if (self.used + 1) * 4 > self.places.len() * 3 {
             self.rebuild(spread, |_| true);
         }
     }
 
-    /// Makes a table of the right size out of the entries that `keep` keeps.
+    /// Rebuilds the table at the right size with the entries that `keep` accepts.
     fn rebuild(&mut self, spread: Spread<'_>, keep: impl Fn(u64) -> bool) {
         let keep = |entry: u64| is_live(entry) && keep(entry);
         let live = self.places.iter().filter(|&&entry| keep(entry)).count();
@@ -282,7 +281,7 @@ mod tests {
 
     fn step() -> impl Strategy<Value = Step> {
         let client = prop::sample::select(vec![0_u16, 1, 2, Asker::LIMIT - 1]);
-        // Hashes of all ones and of all zeros are like any others.
+        // Hashes of all ones and of all zeros are ordinary values.
         let hash = prop_oneof![0..40_u64, Just(PageHash::new(u64::MAX).get())];
         prop_oneof![
             20 => (hash.clone(), client.clone()).prop_map(|(hash, client)| Step::Ask(hash, client)),
@@ -324,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_are_forgotten_and_memory_stays_bounded() {
+    fn the_oldest_are_dropped_and_memory_stays_bounded() {
         let mut asked = Interest::new(LIMIT);
         let (flooding, other) = (Asker(0), Asker(1));
         asked.ask(PageHash::new(1 << 40), other, LIMIT);
@@ -333,8 +332,8 @@ mod tests {
             assert!(asked.len() <= 1001);
         }
         assert!(asked.bytes() <= 4096 * 8, "{} bytes", asked.bytes());
-        // The last half of its limit is remembered, the first hashes are not, and others lose
-        // nothing.
+        // The last half of its limit is remembered, the first hashes are not, and other clients
+        // lose nothing.
         assert_eq!(asked.ask(PageHash::new(99_501), other, LIMIT), Before::Another);
         assert_eq!(asked.ask(PageHash::new(5), other, LIMIT), Before::Nobody);
         assert_eq!(asked.ask(PageHash::new(1 << 40), flooding, LIMIT), Before::Another);
@@ -343,7 +342,7 @@ mod tests {
         assert_eq!(asked.bytes(), LEAST_PLACES * 8);
     }
     #[test]
-    fn a_large_table_forgets_part_by_part() {
+    fn a_large_table_drops_entries_part_by_part() {
         let limit = 1 << 16;
         let mut asked = Interest::new(limit);
         let (flooding, other) = (Asker(0), Asker(1));

@@ -1,10 +1,9 @@
-//! Who has which stable page of a domain, and when a slot may be used again. No input or output:
-//! tests go through all orders of events.
+//! The holders of each stable page of a domain, and the time at which a slot may be reused. No I/O:
+//! tests explore all orders of events.
 //!
-//! The rule that everything rests on: **the content of a slot never changes while anybody holds
-//! it**, be it by a share or by a reservation. A client may have a page mapped from its reservation
-//! on, and a client whose connection is lost has it mapped still; only the end of its process ends
-//! its holds.
+//! The basic rule: **the content of a slot never changes while any client holds it**, be it by a
+//! share or by a reservation. A client may have a page mapped from its reservation on, and a client
+//! whose connection is lost still has it mapped; only the end of its process ends its holds.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};
@@ -22,18 +21,22 @@ use super::interest::{Asker, Before, Interest};
 use super::limits::Limits;
 use super::message::{Change, PAGE};
 
-/// A client of the domain. Numbers are given again.
+/// A client of the domain. Numbers are reused.
 pub(super) type MemberId = u16;
 
-/// A client did what none does. Its connection ends.
+/// A client broke the protocol. Its connection ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("it changed slot {index} of segment {segment}, which it does not hold like that", segment = .0.segment, index = .0.index)]
+#[error(
+    "it changed slot {index} of segment {segment}, which it does not hold in this way",
+    segment = .0.segment,
+    index = .0.index
+)]
 pub(super) struct NotHeld(StableSlot);
 
-/// Nothing was published.
+/// Reason for which nothing was published.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum NoRoom {
-    #[error("the domain's quota of {0} stable pages is used up")]
+    #[error("the domain's quota of {0} stable pages is exhausted")]
     Domain(u64),
     #[error("one client may have published {0} of the stable pages at a time")]
     Client(u64),
@@ -43,7 +46,7 @@ pub(super) enum NoRoom {
     System(#[from] io::Error),
 }
 
-/// What there is in a domain.
+/// Counts of a node of a domain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct NodeCounts {
     /// Stable pages.
@@ -52,7 +55,7 @@ pub(super) struct NodeCounts {
     pub shares: u64,
     /// Reservations.
     pub reservations: u64,
-    /// Hashes that are remembered.
+    /// Remembered hashes.
     pub remembered_hashes: u64,
 }
 
@@ -61,14 +64,14 @@ pub(super) struct NodeCounts {
 #[cfg_attr(test, derive(Clone))]
 pub(super) struct Ledger<T> {
     stable: StablePages<T>,
-    /// Clients choose the hashes; they must not choose the places in the index.
+    /// Clients choose the hashes; they must not choose the cells of the index.
     keys: RandomState,
     hasher: PageHasher,
     limits: Limits,
     nodes: BTreeMap<Node, NodeIndex>,
     publishers: HashMap<StableSlot, Publisher>,
     members: BTreeMap<MemberId, Member>,
-    /// Clients that have joined so far.
+    /// Number of clients that have joined so far.
     joined: u32,
 }
 
@@ -82,8 +85,8 @@ struct NodeIndex {
     reservations: u64,
 }
 
-/// A client that may be gone by now: its number can be another's then, but not how many had joined
-/// before it.
+/// A client that may have left: its number may have been reused, but not the number of clients that
+/// had joined before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Publisher {
     member: MemberId,
@@ -93,7 +96,7 @@ struct Publisher {
 #[derive(Debug, Default)]
 #[cfg_attr(test, derive(Clone))]
 struct Member {
-    /// Clients that had joined before.
+    /// Number of clients that had joined before.
     joined: u32,
     holds: HashMap<StableSlot, Hold>,
     reservations: u32,
@@ -135,12 +138,12 @@ impl<T: Slots> Ledger<T> {
         self.stable.slots()
     }
 
-    /// What a content's stable pages are found under.
+    /// The index key of a content's stable pages.
     fn key(&self, hash: PageHash) -> PageHash {
         PageHash::new(self.keys.hash_one(hash.get()))
     }
 
-    /// One more client; `None` if there are too many.
+    /// Adds a client; `None` if there are too many.
     pub(super) fn join(&mut self) -> Option<MemberId> {
         let id = (0..Asker::LIMIT).find(|id| !self.members.contains_key(id))?;
         self.members.insert(id, Member { joined: self.joined, ..Member::default() });
@@ -148,7 +151,7 @@ impl<T: Slots> Ledger<T> {
         Some(id)
     }
 
-    /// Answers for each hash; a slot in them is reserved for the client.
+    /// Answers for each hash; a slot in an answer is reserved for the client.
     pub(super) fn query(
         &mut self,
         member: MemberId,
@@ -181,7 +184,7 @@ impl<T: Slots> Ledger<T> {
         }
     }
 
-    /// What a client did with a slot that it holds.
+    /// Applies a client's change to a slot that it holds.
     pub(super) fn change(
         &mut self,
         member: MemberId,
@@ -215,8 +218,8 @@ impl<T: Slots> Ledger<T> {
         Ok(())
     }
 
-    /// The client is not there any more, but its process is: it gets no answers, and keeps what it
-    /// holds. False if it holds nothing; it is forgotten then.
+    /// Marks a client as disconnected while its process lives: it gets no answers, and keeps its
+    /// holds. Returns false if it holds nothing; it is removed then.
     pub(super) fn disconnect(&mut self, member: MemberId) -> bool {
         for node in self.nodes.values_mut() {
             node.interest.forget(Asker(member));
@@ -232,7 +235,7 @@ impl<T: Slots> Ledger<T> {
         true
     }
 
-    /// The client's process has ended: everything it held is free for others.
+    /// Removes a client whose process has ended, with all its holds.
     pub(super) fn leave(&mut self, member: MemberId) {
         for node in self.nodes.values_mut() {
             node.interest.forget(Asker(member));
@@ -243,12 +246,12 @@ impl<T: Slots> Ledger<T> {
         }
     }
 
-    /// Whether the client has not been told of this segment; it is taken as told then.
+    /// Whether this segment is new to the client; it counts as announced afterwards.
     pub(super) fn announce(&mut self, member: MemberId, segment: u32) -> bool {
         self.members.get_mut(&member).is_some_and(|state| state.segments.insert(segment))
     }
 
-    /// Segments that were closed since the client was told of them, at most `most`.
+    /// Segments that were closed since they were announced to the client, at most `most`.
     pub(super) fn take_closed(&mut self, member: MemberId, most: usize) -> Vec<u32> {
         let Some(state) = self.members.get_mut(&member) else { return Vec::new() };
         let count = state.closed.len().min(most);
@@ -266,7 +269,7 @@ impl<T: Slots> Ledger<T> {
         state.notifications.drain(..count).collect()
     }
 
-    /// What there is, by node.
+    /// Counts by node.
     pub(super) fn counts(&self) -> BTreeMap<Node, NodeCounts> {
         let count = |node: &NodeIndex| NodeCounts {
             pages: node.pages,
@@ -286,7 +289,7 @@ impl<T: Slots> Ledger<T> {
         })
     }
 
-    /// What may be remembered for a client and a node: the more of them there are, the less.
+    /// Limit of remembered hashes per client and node: it falls as their number grows.
     fn hashes_of_a_client(&self) -> u32 {
         let parts = (self.members.len() * self.nodes.len()).max(1) as u64;
         let share = u32::try_from(self.limits.domain_hashes / parts).unwrap_or(u32::MAX);
@@ -298,7 +301,7 @@ impl<T: Slots> Ledger<T> {
         taken.checked_add(count).is_some_and(|sum| sum <= self.limits.reservations)
     }
 
-    /// A client has a reference to a stable page as a reservation.
+    /// Counts a client's reservation of a stable page.
     fn note_reservation(&mut self, member: MemberId, node: Node, slot: StableSlot) {
         if let Some(state) = self.members.get_mut(&member) {
             state.holds.entry(slot).or_default().reserved += 1;

@@ -1,49 +1,48 @@
-//! What a client may take of a broker.
+//! Limits of the resources that a client may use.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Most hashes in one query.
+/// Maximum number of hashes in a query.
 pub const BATCH_HASHES: usize = 1024;
 
-/// Most pages in one publication.
+/// Maximum number of pages in a publication.
 pub const BATCH_PAGES: usize = 64;
 
-/// Most shares taken and given up in one message.
+/// Maximum number of share and release updates in a message.
 pub const BATCH_UPDATES: usize = 4096;
 
-/// Most notifications in one message.
+/// Maximum number of notifications in a message.
 pub const BATCH_NOTIFICATIONS: usize = 1024;
 
-/// Limits of a broker. Nothing that a client can make grow is without one.
+/// Limits of a broker. Everything that a client can make grow has one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Sharers of one stable page, reservations among them, over all clients; more get a duplicate
-    /// of the page (Linux's max_page_sharing, Documentation/admin-guide/mm/ksm.rst).
+    /// Maximum number of sharers of one stable page, reservations included, over all clients;
+    /// further ones get a duplicate of the page (Linux's max_page_sharing,
+    /// Documentation/admin-guide/mm/ksm.rst).
     pub max_page_sharing: u32,
-    /// Stable pages of a domain.
+    /// Stable pages per domain.
     pub domain_pages: u64,
-    /// Stable pages that one client may have published and that still exist.
+    /// Existing stable pages published by one client.
     pub published_pages: u64,
-    /// Hashes without a stable page that are remembered for a client and a node; the oldest are
-    /// forgotten.
+    /// Remembered hashes without a stable page per client and node; the oldest are dropped.
     pub remembered_hashes: u32,
-    /// The same for all clients and nodes of a domain: with more of them, less is remembered for
-    /// each.
+    /// The same for all clients and nodes of a domain: each client's share falls as their number
+    /// grows.
     pub domain_hashes: u64,
-    /// Reservations that a client may have at a time.
+    /// Simultaneous reservations per client.
     pub reservations: u32,
-    /// Notifications that are kept for a client; the oldest are forgotten.
+    /// Pending notifications per client; the oldest are dropped.
     pub notifications: usize,
-    /// Clients, those among them that are not connected any more and still hold shares.
+    /// Clients, including disconnected ones that still hold shares.
     pub clients: usize,
-    /// Clients of one process.
+    /// Clients per process.
     pub clients_of_process: usize,
-    /// Connections that have not introduced themselves. The oldest has to go for one more.
+    /// Connections that have not sent hello. The oldest is closed to admit another one.
     pub strangers: usize,
-    /// How long a connection may take to introduce itself, to end a message that it began, and to
-    /// read what it asked for.
+    /// Time limit for a connection to send hello, to complete a message, and to read its answers.
     pub patience: Duration,
 }
 
@@ -66,9 +65,9 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// The default with a quota of stable pages for each domain, of which one client may publish
-    /// half. Hashes are remembered of eight times as many pages: they take less than a twentieth of
-    /// the quota in addition.
+    /// The default with a quota of stable pages per domain, half of which one client may publish.
+    /// The number of remembered hashes is eight times that of the pages: they take less than an
+    /// additional twentieth of the quota.
     #[must_use]
     pub fn with_quota(self, quota_bytes: u64) -> Self {
         let domain_pages = quota_bytes / ebb_abi::PAGE_SIZE_BYTES;
@@ -77,7 +76,7 @@ impl Limits {
     }
 }
 
-/// What a client is told of the limits.
+/// The limits as sent to clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ToldLimits {
     /// [`Limits::max_page_sharing`].

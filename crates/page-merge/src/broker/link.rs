@@ -1,4 +1,4 @@
-//! A connection to a broker, on which every wait has an end.
+//! A client's connection to a broker, with a time limit on every wait.
 
 use std::collections::VecDeque;
 use std::io;
@@ -14,19 +14,18 @@ use super::error::BrokerError;
 use super::message::{Reply, split_frame};
 use super::socket::{self, receive, send, wait};
 
-/// What is read at a time.
+/// Maximum number of bytes read at a time.
 const PIECE_BYTES: usize = 64 << 10;
 
-/// A connection. What could not be sent or was not answered in time stays: it can be gone on with
-/// later.
+/// A connection. Unsent data and unanswered requests are kept for later calls.
 #[derive(Debug)]
 pub(super) struct Link {
     socket: OwnedFd,
     limit: Duration,
-    /// When the exchange that is under way must be over.
+    /// Deadline of the current exchange.
     deadline: Instant,
     outgoing: Vec<u8>,
-    /// Bytes of `outgoing` that have gone.
+    /// Number of sent bytes of `outgoing`.
     gone: usize,
     incoming: Vec<u8>,
     descriptors: VecDeque<OwnedFd>,
@@ -40,7 +39,7 @@ impl Link {
         let deadline = Instant::now() + limit;
         let socket = socket::connect(&address, deadline).map_err(failed)?;
         let credentials = rustix::net::sockopt::socket_peercred(&socket)
-            .map_err(BrokerError::system("find out who the broker is"))?;
+            .map_err(BrokerError::system("identify the broker"))?;
         let ours = rustix::process::geteuid();
         if credentials.uid != ours && !credentials.uid.is_root() {
             let (theirs, ours) = (credentials.uid.as_raw(), ours.as_raw());
@@ -50,19 +49,19 @@ impl Link {
         Ok(Self { socket, limit, deadline, outgoing, gone: 0, incoming, descriptors })
     }
 
-    /// Waits no more from now on.
+    /// Makes all further calls return without waiting.
     pub(super) fn stop_waiting(&mut self) {
         self.deadline = Instant::now();
     }
 
-    /// Begins an exchange, in which something is sent.
+    /// Begins an exchange by sending a message.
     pub(super) fn begin(&mut self, bytes: &[u8]) -> Result<(), BrokerError> {
         self.deadline = Instant::now() + self.limit;
         self.outgoing.extend_from_slice(bytes);
         self.flush()
     }
 
-    /// Sends what has not gone yet.
+    /// Sends the unsent bytes.
     pub(super) fn flush(&mut self) -> Result<(), BrokerError> {
         while let Some(rest) = self.outgoing.get(self.gone..).filter(|rest| !rest.is_empty()) {
             match send(&self.socket, rest, None) {
@@ -78,11 +77,11 @@ impl Link {
         Ok(())
     }
 
-    /// Sends what goes at once, and hears no answer.
+    /// Sends as much as possible without waiting, and reads no answer.
     pub(super) fn part_with(&mut self, bytes: &[u8]) {
         self.outgoing.extend_from_slice(bytes);
         self.stop_waiting();
-        // Whoever ends is not interested in why it does not go.
+        // At the end of the connection, the error does not matter.
         let _ = self.flush();
     }
 
@@ -129,7 +128,7 @@ impl Link {
             .map_err(|source| BrokerError::System { what: "wait for the broker", source })
     }
 
-    /// A broker that ends a connection may have said why.
+    /// A broker that ends a connection may have sent the reason.
     fn last_words(&mut self, error: &io::Error) -> BrokerError {
         self.stop_waiting();
         loop {

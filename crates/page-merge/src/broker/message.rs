@@ -1,8 +1,9 @@
 //! Messages after the preamble: a frame of length, kind and body each.
 //!
-//! A client asks and waits for the answer; only updates have none. Segments that an answer speaks
-//! of for the first time are announced before it, each with a descriptor (unix(7), `SCM_RIGHTS`)
-//! that goes with the announcement's bytes, and segments that have been closed are told before it.
+//! A client sends a request and waits for the answer; only updates have none. Segments to which an
+//! answer refers for the first time are announced before it, each with a descriptor (unix(7),
+//! `SCM_RIGHTS`) that accompanies the announcement's bytes, and closed segments are announced
+//! before it, too.
 
 use ebb_guest_ram::StableSlot;
 
@@ -26,29 +27,29 @@ const UPDATE_BYTES: usize = 1 + SLOT_BYTES;
 const ANSWER_BYTES: usize = 1 + SLOT_BYTES;
 const NOTIFICATION_BYTES: usize = NODE_BYTES + HASH_BYTES;
 
-/// Longest text: JSON and reasons.
+/// Maximum length of a text: JSON and reasons.
 const TEXT_BYTES: usize = 16 << 10;
 
-/// Longest state of a broker.
+/// Maximum length of a broker's state.
 const STATUS_BYTES: usize = 4 << 20;
 
-/// Most closed segments in one message.
+/// Maximum number of closed segments in a message.
 pub(super) const BATCH_CLOSED: usize = 4096;
 
-/// What happened to a client's hold of a slot.
+/// Change of a client's hold of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change {
     /// A reservation became a share.
     Shared,
-    /// A share was given up.
+    /// A share was released.
     Released,
-    /// A reservation is not needed.
+    /// A reservation is not used.
     Unused,
-    /// The slot shall get no more sharers.
+    /// The slot must get no more sharers.
     Retired,
 }
 
-/// What a client says.
+/// Message of a client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Request<'a> {
     Hello(Hello),
@@ -58,7 +59,7 @@ pub(super) enum Request<'a> {
     Notifications,
 }
 
-/// What a broker says.
+/// Message of a broker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Reply {
     Welcome(Welcome),
@@ -118,7 +119,7 @@ impl Kind {
         Self::Status,
     ];
 
-    /// The longest body.
+    /// Maximum length of the body.
     pub(super) const fn longest_bytes(self) -> usize {
         match self {
             Self::Hello | Self::Welcome | Self::Refused | Self::NoRoom => TEXT_BYTES,
@@ -136,7 +137,7 @@ impl Kind {
     }
 }
 
-/// A frame that is none.
+/// An invalid frame.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum FrameError {
     #[error("a message of the unknown kind {0}")]
@@ -164,7 +165,7 @@ pub(super) fn parse_header(header: [u8; HEADER_BYTES]) -> Result<(Kind, usize), 
 /// A frame's kind and body, and its length with its header.
 pub(super) type Frame<'a> = (Kind, &'a [u8], usize);
 
-/// The first frame of `bytes`; `None` if more must come.
+/// The first frame of `bytes`; `None` if more bytes are needed.
 pub(super) fn split_frame(bytes: &[u8]) -> Result<Option<Frame<'_>>, FrameError> {
     let Some((&header, rest)) = bytes.split_first_chunk::<HEADER_BYTES>() else { return Ok(None) };
     let (kind, length) = parse_header(header)?;
@@ -302,7 +303,7 @@ impl Reply {
     }
 }
 
-/// What is left of a body.
+/// The remaining part of a body.
 struct Reader<'a> {
     kind: Kind,
     rest: &'a [u8],
@@ -342,7 +343,7 @@ impl Reader<'_> {
         if hash.get() == bits { Ok(hash) } else { Err(self.problem("a hash of more than 48 bits")) }
     }
 
-    /// All that is left, as records of `bytes` bytes.
+    /// All remaining bytes, as records of `bytes` bytes.
     fn list<T>(
         &mut self,
         bytes: usize,
@@ -377,17 +378,17 @@ fn json<T: serde::de::DeserializeOwned>(kind: Kind, body: &[u8]) -> Result<T, Fr
         .map_err(|error| FrameError::Body { kind, problem: error.to_string() })
 }
 
-/// A document of known types; writing it into memory cannot fail.
+/// Serializes a document of a known type; writing it into memory cannot fail.
 fn to_json(document: &impl serde::Serialize) -> Vec<u8> {
     serde_json::to_vec(document).unwrap_or_default()
 }
 
-/// The beginning of a reason.
+/// The first part of a reason.
 fn short(reason: &str) -> impl Iterator<Item = u8> {
     reason.bytes().take(1000)
 }
 
-/// A text from the other side as it can be printed.
+/// Text of the peer, made printable.
 fn printable(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes);
     text.chars().filter(|character| !character.is_control()).take(1000).collect()

@@ -3,19 +3,19 @@
 //! A [`Broker`] owns the memory files of all stable pages. Monitors are its clients:
 //! [`BrokerStore`] is a [`StableStore`](crate::StableStore) that asks it, for one trust domain.
 //!
-//! - A client gets nothing of other domains: not a hash, a descriptor, or the secret that hashes
-//!   depend on. It has its domain for life, and its user decides which it may have.
-//! - Memory files are sealed (`F_SEAL_FUTURE_WRITE`, `SHRINK`, `GROW`, `SEAL`; fcntl(2)) and handed
-//!   out for reading, so that a client can change nothing that others have mapped.
-//! - The content of a slot does not change while anybody holds it. A client whose connection ends
-//!   keeps what it holds until its *process* has ended, which the broker watches (pidfd_open(2)):
-//!   what is mapped stays mapped however the connection was lost.
-//! - A broker that ends leaves its clients what they have mapped; they get no further shares
-//!   ([`StoreError::Gone`](crate::StoreError::Gone)). One that is only late
-//!   ([`StoreError::Late`](crate::StoreError::Late)) is asked again when it has answered.
-//! - Published pages are found under the hash that the broker computed, and every client compares
-//!   before it replaces anything: a client that lies costs others nothing but time, and room up to
-//!   its quota.
+//! - A client gets nothing of other domains: no hash, no descriptor, and not the secret of the
+//!   hashes. Its domain is fixed for life, and its user decides which domains it may join.
+//! - Memory files are sealed (`F_SEAL_FUTURE_WRITE`, `SHRINK`, `GROW`, `SEAL`; fcntl(2)) and passed
+//!   on read-only, so that a client cannot change anything that others have mapped.
+//! - The content of a slot does not change while any client holds it. A client whose connection
+//!   ends keeps its holds until its *process* has ended, which the broker watches (pidfd_open(2)):
+//!   mapped pages stay mapped however the connection was lost.
+//! - When a broker ends, its clients keep what they have mapped; they get no further shares
+//!   ([`StoreError::Gone`](crate::StoreError::Gone)). A broker that is only late
+//!   ([`StoreError::Late`](crate::StoreError::Late)) is used again once it has answered.
+//! - Published pages are indexed under the hash that the broker computed, and every client compares
+//!   before it replaces anything: a client that lies costs others only time, and room up to its
+//!   quota.
 
 mod client;
 mod connection;

@@ -1,11 +1,11 @@
-//! Names of trust domains, and who may join them.
+//! Names of trust domains, and rules about their users.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// Longest name of a domain.
+/// Maximum length of a domain name.
 const LONGEST_BYTES: usize = 64;
 
 /// The name of a trust domain: 1 to 64 letters, digits, dots, underscores and dashes.
@@ -13,10 +13,11 @@ const LONGEST_BYTES: usize = 64;
 #[serde(try_from = "String", into = "String")]
 pub struct DomainName(String);
 
-/// What was written is no name of a domain.
+/// An invalid domain name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{text:?} is not a name of a trust domain: {problem}; use 1 to 64 letters, digits, dots, underscores, dashes"
+    "{text:?} is not a name of a trust domain: {problem}; use 1 to 64 letters, digits, dots, \
+     underscores, dashes"
 )]
 pub struct NameError {
     text: String,
@@ -44,7 +45,7 @@ impl FromStr for DomainName {
         } else {
             return Ok(Self(text.to_owned()));
         };
-        // What a stranger sends must not flood a log.
+        // Text of a stranger must not flood a log.
         Err(NameError { text: text.chars().take(LONGEST_BYTES).collect(), problem })
     }
 }
@@ -74,22 +75,20 @@ impl fmt::Display for DomainName {
 pub struct DomainRule {
     /// The domain.
     pub name: DomainName,
-    /// The user whose processes may join it, besides root's; without it the broker's own user.
+    /// User whose processes may join it, besides root's; the broker's own user if absent.
     pub user: Option<u32>,
 }
 
-/// What was written is no rule for a domain.
+/// An invalid domain rule.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RuleError {
-    /// The name.
+    /// Invalid name.
     #[error(transparent)]
     Name(#[from] NameError),
-    /// The user.
-    #[error(
-        "{text:?} is not a number of a user; write NAME=UID with a decimal number, see `id -u`"
-    )]
+    /// Invalid user.
+    #[error("{text:?} is not a user ID; write NAME=UID with a decimal number, see `id -u`")]
     User {
-        /// What was written.
+        /// The text.
         text: String,
     },
 }

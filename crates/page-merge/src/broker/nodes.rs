@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-/// The nodes of this host that have memory; node 0 if the kernel does not say.
+/// The nodes of this host that have memory; node 0 if the kernel does not report them.
 pub(super) fn host_nodes() -> Vec<u32> {
     let folder = Path::new("/sys/devices/system/node");
     let list = std::fs::read_to_string(folder.join("has_memory"));
@@ -29,7 +29,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_of_nodes_are_read() {
+    fn lists_of_nodes_are_parsed() {
         assert_eq!(parse_list("0"), Some(vec![0]));
         assert_eq!(parse_list("0-2,5"), Some(vec![0, 1, 2, 5]));
         for bad in ["", "a", "0-", "0-4294967295"] {

@@ -24,33 +24,32 @@ use super::peer::Peer;
 use super::socket::{send, wait};
 use super::status::BrokerStatus;
 
-/// Connections that may wait to be accepted.
+/// Maximum number of connections that wait to be accepted.
 const BACKLOG: i32 = 128;
 
-/// How long nobody is accepted after the system had no descriptor or memory for one more
-/// connection.
+/// Pause of accepting after the system had no descriptor or memory for another connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// What a broker is to do.
+/// Configuration of a broker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BrokerConfig {
-    /// Where to listen.
+    /// Path of the socket.
     pub path: PathBuf,
-    /// The domains to serve; all, for the broker's own user, if there are none.
+    /// Domains to serve; if empty, all, for the broker's own user.
     pub domains: Vec<DomainRule>,
-    /// What clients may take.
+    /// Limits of the clients.
     pub limits: Limits,
 }
 
 /// A broker of stable pages.
 ///
-/// It owns the stable pages of each domain and node in sealed memory files, hands out descriptors
-/// for reading, and knows which of its clients holds which page. A client is bound to one domain
-/// when it says hello; nothing of another domain ever reaches it.
+/// It owns the stable pages of each domain and node in sealed memory files, passes on read-only
+/// descriptors, and records the holders of each page. A client is bound to one domain by its hello;
+/// nothing of another domain ever reaches it.
 #[derive(Debug)]
 pub struct Broker {
-    /// Removes the socket's file at the end; before the socket, while no other process can have
-    /// taken the name over.
+    /// Removes the socket's file at the end; dropped before the socket, while no other process can
+    /// have taken over the name.
     file: SocketFile,
     listener: OwnedFd,
     limits: Limits,
@@ -95,21 +94,21 @@ impl Broker {
         })
     }
 
-    /// Where it listens.
+    /// Path of the socket.
     pub fn path(&self) -> &Path {
         self.file.path()
     }
 
-    /// Serves until `stop` is readable. Clients keep what they have mapped.
+    /// Serves until `stop` is readable. Clients keep their mappings.
     pub fn run(&mut self, stop: BorrowedFd<'_>) -> Result<(), BrokerError> {
         while self.round(Some(stop), None)? {}
         Ok(())
     }
 
-    /// Serves as long as anybody who is connected has something to say.
+    /// Serves until no connection has pending data.
     #[cfg(feature = "testing")]
     pub(super) fn serve_until_idle(&mut self) {
-        // One round to take a connection, at the least.
+        // At least one round, to accept a connection.
         let mut connected = true;
         while connected {
             let until = Instant::now() + Duration::from_millis(1);
@@ -117,8 +116,8 @@ impl Broker {
         }
     }
 
-    /// Waits until something happens, at most until `until`, and does what there is to do; false if
-    /// `stop` is readable.
+    /// Waits for events, at most until `until`, and processes them; returns false if `stop` is
+    /// readable.
     fn round(
         &mut self,
         stop: Option<BorrowedFd<'_>>,
@@ -153,7 +152,7 @@ impl Broker {
         Ok(true)
     }
 
-    /// What it knows of itself.
+    /// The broker's state.
     pub fn status(&self) -> BrokerStatus {
         BrokerStatus {
             clients: self.members(),
@@ -163,8 +162,8 @@ impl Broker {
         }
     }
 
-    /// Goes on with everybody to whom something has happened: two entries for each connection, one
-    /// for each lost client.
+    /// Processes the events of all peers: two entries for each connection, one for each lost
+    /// client.
     fn serve(&mut self, happened: &[bool]) {
         let ids: Vec<u64> = self.connections.keys().copied().collect();
         let (of_connections, of_lost) = happened.split_at(ids.len() * 2);
@@ -174,19 +173,20 @@ impl Broker {
         }
         let now = Instant::now();
         for (id, events) in ids.into_iter().zip(of_connections.chunks_exact(2)) {
-            // It is out of the list while it is served, and goes back if it stays.
+            // Removed from the list while it is served, and reinserted if it stays.
             let Some(mut connection) = self.connections.remove(&id) else { continue };
             let mut result = if events[0] { self.advance(&mut connection) } else { Ok(()) };
             if result.is_ok() && events[1] {
-                // The process has ended. Whoever else has its socket is not the one that said
-                // hello.
+                // The process has ended. Any other process that has its socket is not the one that
+                // sent hello.
                 result = Err(End::Gone);
             }
             connection.note_waiting(now);
             if result.is_ok() && connection.is_late(now, self.limits.patience) {
                 let late =
                     Refusal::Late { what: connection.expected(), limit: self.limits.patience };
-                // It does not read, or stopped in the middle of a message: there is nobody to tell.
+                // The peer does not read, or stopped in the middle of a message: the reason is only
+                // logged.
                 self.note(&connection.peer, &late);
                 result = Err(End::Gone);
             }
@@ -201,7 +201,7 @@ impl Broker {
         }
     }
 
-    /// Takes what has come and answers it, as long as the other side reads the answers.
+    /// Processes received messages and answers them, as long as the peer reads the answers.
     fn advance(&mut self, connection: &mut Connection) -> Result<(), End> {
         connection.flush()?;
         if connection.is_flushed() {
@@ -214,7 +214,7 @@ impl Broker {
         if done && connection.is_flushed() { Err(End::Gone) } else { Ok(()) }
     }
 
-    /// Takes one message; false if no whole one has come.
+    /// Processes one message; returns false if none is complete.
     fn take_one(&mut self, connection: &mut Connection) -> Result<bool, End> {
         match &connection.stage {
             Stage::Leaving => Ok(false),
@@ -273,7 +273,7 @@ impl Broker {
         Ok(())
     }
 
-    /// Whether one more client may come.
+    /// Checks the limits for a new client.
     fn check_room(&self, newcomer: &Connection) -> Result<(), Refusal> {
         if self.members() + self.lost.len() >= self.limits.clients {
             return Err(Refusal::Clients(self.limits.clients));
@@ -293,7 +293,7 @@ impl Broker {
         self.connections.values().filter(|connection| connection.membership().is_some()).count()
     }
 
-    /// Says why, and lets the other side read it.
+    /// Sends the reason, and lets the peer read it.
     fn refuse(&mut self, connection: &mut Connection, refusal: &Refusal) -> Result<(), End> {
         self.note(&connection.peer, refusal);
         self.leave(connection);
@@ -303,7 +303,7 @@ impl Broker {
         if connection.is_flushed() { Err(End::Gone) } else { Ok(()) }
     }
 
-    /// Ends what a connection was. Its shares end with its process only.
+    /// Ends a connection's membership. Its shares end only with its process.
     fn leave(&mut self, connection: &mut Connection) {
         if let Stage::Member(membership) = std::mem::replace(&mut connection.stage, Stage::Leaving)
             && self.domains.disconnect(&membership) == Rest::Holds
@@ -312,7 +312,7 @@ impl Broker {
         }
     }
 
-    /// Takes one new connection.
+    /// Accepts one new connection.
     fn accept(&mut self) {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = match rustix::net::accept_with(&self.listener, flags) {
@@ -333,7 +333,7 @@ impl Broker {
                 };
                 self.refused += 1;
                 self.log(&refusal.to_string());
-                // A new socket takes a few bytes at once, or it does not matter.
+                // A new socket takes a few bytes immediately; failure does not matter.
                 let _ = send(&socket, &Reply::Refused(refusal.to_string()).encode(), None);
                 return;
             }
@@ -364,7 +364,7 @@ impl Broker {
     }
 }
 
-/// Why a connection ends.
+/// Reason for the end of a connection.
 enum End {
     Gone,
     Refused(Refusal),

@@ -13,10 +13,10 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketAddrUnix,
 };
 
-/// How long is waited before something is tried again.
+/// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Connects. While more wait to be accepted than can, it is tried again until `deadline`.
+/// Connects. While the queue of waiting connections is full, retries until `deadline`.
 pub(super) fn connect(address: &SocketAddrUnix, deadline: Instant) -> Result<OwnedFd, Errno> {
     loop {
         let socket = stream_socket()?;
@@ -28,7 +28,7 @@ pub(super) fn connect(address: &SocketAddrUnix, deadline: Instant) -> Result<Own
     }
 }
 
-/// Sends what the system takes at once, with a descriptor at its first byte if there is one.
+/// Sends as much as the kernel takes immediately, with an optional descriptor at the first byte.
 pub(super) fn send(
     socket: impl AsFd,
     bytes: &[u8],
@@ -47,7 +47,7 @@ pub(super) fn send(
     .map_err(io::Error::from)
 }
 
-/// Receives what is there, with the descriptors that came with it. No bytes mean the end.
+/// Receives the available bytes, with the descriptors that accompany them. No bytes mean the end.
 pub(super) fn receive(
     socket: impl AsFd,
     buffer: &mut [u8],
@@ -72,10 +72,10 @@ pub(super) fn receive(
     }
 }
 
-/// Waits until something happens or `deadline` has come.
+/// Waits for an event or until `deadline`.
 pub(super) fn wait(descriptors: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<()> {
     let timeout = deadline.map(|deadline| {
-        // A part of a millisecond too much rather than a wait that ends before its time.
+        // Rounded up by part of a millisecond, so that the wait does not end early.
         let left = deadline.saturating_duration_since(Instant::now()) + Duration::from_micros(100);
         Timespec {
             tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),

@@ -1,6 +1,6 @@
-//! All orders in which two clients can ask, publish, map, write, lose their connection and die,
-//! with messages under way: whoever has a stable page mapped sees its content for as long as its
-//! process lives.
+//! All orders in which two clients can query, publish, map, write, lose their connection and die,
+//! with messages in flight: a client that has a stable page mapped sees its content for as long as
+//! its process lives.
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 
@@ -9,11 +9,10 @@ use super::*;
 
 const NODE: Node = Node::ANY;
 
-/// Contents that pages can have.
+/// The possible contents of pages.
 const CONTENTS: [u8; 2] = [1, 2];
 
-/// How often each client asks for something: the first one also for what takes a slot that was free
-/// again.
+/// Number of queries of each client: the first one has one more, which can take a freed slot.
 const STARTS: [u8; 2] = [2, 1];
 
 /// Slots and the numbers of their contents. Segments have two slots.
@@ -23,7 +22,7 @@ struct Numbers(BTreeMap<StableSlot, Option<u8>>);
 impl Slots for Numbers {
     fn allocate(&mut self, _: Node, pages: usize, slots: &mut Vec<StableSlot>) -> io::Result<()> {
         let all = (0..8).map(|number| StableSlot { segment: number / 2, index: number % 2 });
-        // The lowest free slot: reused as soon as it can be.
+        // The lowest free slot: reused as soon as possible.
         let free: Vec<StableSlot> =
             all.filter(|slot| self.0.get(slot).is_none_or(Option::is_none)).take(pages).collect();
         for slot in free {
@@ -63,7 +62,7 @@ enum Sent {
     Change(Change, StableSlot),
 }
 
-/// What a client is doing.
+/// State of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Doing {
     Nothing,
@@ -73,7 +72,7 @@ enum Doing {
 
 #[derive(Clone, Debug)]
 struct Client {
-    /// Its number at the broker, until that has forgotten it.
+    /// Its number at the broker, until the broker has removed it.
     member: Option<MemberId>,
     lives: bool,
     connected: bool,
@@ -81,7 +80,7 @@ struct Client {
     noticed: bool,
     doing: Doing,
     starts: u8,
-    /// Slots in the place of its pages, with what those contain.
+    /// Mapped slots, with their contents.
     mapped: Vec<(StableSlot, u8)>,
     under_way: VecDeque<Sent>,
 }
@@ -90,7 +89,7 @@ struct Client {
 enum Event {
     Start(usize, u8),
     Deliver(usize),
-    /// Go on with an answer: compare and map, or not.
+    /// Process an answer: compare and map, or not.
     Map(usize),
     Decline(usize),
     Write(usize, usize),
@@ -100,15 +99,15 @@ enum Event {
     NoticeDeath(usize),
 }
 
-/// A broker with a mistake.
+/// A defect of the broker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mistake {
     None,
     /// A lost connection counts as the end of the process.
     FreesAtLoss,
-    /// A slot that was told to a client is not held for it until it says that it shares it.
+    /// A slot in an answer is not held for the client until the client shares it.
     ForgetsReservations,
-    /// One client's release is taken for everybody's.
+    /// One client's release ends the shares of all.
     ReleasesForAll,
 }
 
@@ -134,7 +133,7 @@ impl World {
         Self { ledger, clients }
     }
 
-    /// Everything that can happen next.
+    /// All possible next events.
     fn events(&self) -> Vec<Event> {
         let mut events = Vec::new();
         for (number, client) in self.clients.iter().enumerate() {
@@ -146,11 +145,11 @@ impl World {
                         events.extend(CONTENTS.map(|content| Event::Start(number, content)));
                     }
                 }
-                // A client goes on with an answer that it has, and writes to its pages, connected
-                // or not.
+                // A client processes an answer that it has, and writes to its pages, connected or
+                // not.
                 if let Doing::Answered(_, answer) = client.doing {
                     events.push(Event::Map(number));
-                    // Not to publish leads nowhere.
+                    // Without publishing, the client has no next step.
                     if matches!(answer, Answer::Stable(_)) {
                         events.push(Event::Decline(number));
                     }
@@ -160,7 +159,7 @@ impl World {
             if !client.noticed && !client.under_way.is_empty() {
                 events.push(Event::Deliver(number));
             }
-            // What is under way then can be lost.
+            // Messages in flight can be lost then.
             if !(client.noticed || client.connected && client.lives) {
                 events.push(Event::NoticeLoss(number));
             }
@@ -180,8 +179,8 @@ impl World {
                 client.under_way.push_back(Sent::Query(content));
             }
             Event::Deliver(number) => self.deliver(number, mistake),
-            Event::Map(number) => self.go_on(number, true),
-            Event::Decline(number) => self.go_on(number, false),
+            Event::Map(number) => self.process_answer(number, true),
+            Event::Decline(number) => self.process_answer(number, false),
             Event::Write(number, index) => {
                 let (slot, _) = self.clients[number].mapped.remove(index);
                 self.clients[number].send(Sent::Change(Change::Released, slot));
@@ -257,8 +256,8 @@ impl World {
         }
     }
 
-    /// A client goes on with its answer: it maps the slot if the content is right, or publishes.
-    fn go_on(&mut self, number: usize, wants: bool) {
+    /// Processes an answer: the client maps the slot if the content is right, or publishes.
+    fn process_answer(&mut self, number: usize, wants: bool) {
         let client = &mut self.clients[number];
         let Doing::Answered(content, answer) = std::mem::replace(&mut client.doing, Doing::Nothing)
         else {
@@ -282,7 +281,7 @@ impl World {
         }
     }
 
-    /// A mapped page that does not contain what it must.
+    /// A mapped page with a wrong content.
     fn broken(&self) -> Option<String> {
         self.clients.iter().find_map(|client| {
             let wrong = client
@@ -293,7 +292,7 @@ impl World {
         })
     }
 
-    /// Everything that decides what can happen.
+    /// Everything that determines the possible next events.
     fn key(&self) -> String {
         let ledger = &self.ledger;
         let mut members: Vec<_> = ledger
@@ -338,7 +337,7 @@ impl Client {
     }
 }
 
-/// Goes through all states; the number of them, or the way to one in which a page has the wrong
+/// Explores all states; returns their number, or the path to one in which a page has a wrong
 /// content.
 fn explore(mistake: Mistake) -> Result<usize, String> {
     let mut seen = HashSet::new();
@@ -372,15 +371,15 @@ fn explore(mistake: Mistake) -> Result<usize, String> {
 }
 
 #[test]
-fn no_order_of_events_changes_a_page_that_somebody_has_mapped() {
+fn no_order_of_events_changes_a_mapped_page() {
     let states = explore(Mistake::None).unwrap();
     assert!(states > 5_000, "only {states} states");
 }
 
 #[test]
-fn brokers_that_free_too_early_are_found_out() {
+fn brokers_that_free_too_early_are_detected() {
     for mistake in [Mistake::FreesAtLoss, Mistake::ForgetsReservations, Mistake::ReleasesForAll] {
         let found = explore(mistake);
-        assert!(found.is_err(), "{mistake:?} is not noticed in {found:?} states");
+        assert!(found.is_err(), "{mistake:?} is not detected in {found:?} states");
     }
 }

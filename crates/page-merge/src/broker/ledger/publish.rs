@@ -9,13 +9,13 @@ use crate::stable::{Found, Number};
 
 use super::{Asker, Ledger, MemberId, NoRoom, PAGE, Publisher};
 
-/// A segment of a node that is hardly used does not count against the quota.
+/// A nearly unused segment of a node does not count against the quota.
 const SPARE_PAGES: u64 = 1 << 13;
 
 impl<T: Slots> Ledger<T> {
-    /// Makes stable pages, or finds equal ones. Each page is found under its own hash, whatever the
-    /// client thinks that is: a client cannot make others look at pages that are not what they ask
-    /// for.
+    /// Makes stable pages, or finds equal ones. Each page is indexed under its own hash, whatever
+    /// hash the client claims: a client cannot make others compare pages that are not what they
+    /// query.
     pub(in crate::broker) fn publish(
         &mut self,
         member: MemberId,
@@ -28,8 +28,7 @@ impl<T: Slots> Ledger<T> {
             return Err(NoRoom::Reservations(self.limits.reservations));
         }
         let hashes: Vec<PageHash> = pages.iter().map(|page| self.hasher.hash(page)).collect();
-        // What there is already is reserved before anything else, so that it has room for all of
-        // them.
+        // Existing pages are reserved before anything else, so that all of them have room.
         let mut found = Vec::with_capacity(pages.len());
         let (mut missing, mut missing_contents) = (Vec::new(), Vec::new());
         for (page, &hash) in pages.iter().zip(&hashes) {
@@ -51,13 +50,13 @@ impl<T: Slots> Ledger<T> {
                 return Err(error);
             }
         };
-        // There are as many as were missing.
+        // As many as were missing.
         let mut fresh = fresh.into_iter();
         slots.extend(found.into_iter().filter_map(|slot| slot.or_else(|| fresh.next())));
         Ok(())
     }
 
-    /// A stable page with room for one more and this content.
+    /// A stable page with this content and room for one more sharer.
     fn find(&self, node: Node, hash: PageHash, content: &[u8]) -> Option<Number> {
         let Found::Available(number) = self.stable.find(node, self.key(hash)) else { return None };
         let mut stable = [0; PAGE];
@@ -96,7 +95,7 @@ impl<T: Slots> Ledger<T> {
             self.publishers.insert(slot, publisher);
             self.note_reservation(member, node, slot);
         }
-        // Free slots between others keep their memory.
+        // Free slots between used ones keep their memory.
         let nodes = self.nodes.len() as u64;
         if self.slots().capacity() > 2 * limit + nodes * SPARE_PAGES {
             for slot in slots {
@@ -110,7 +109,7 @@ impl<T: Slots> Ledger<T> {
         Ok(slots)
     }
 
-    /// Those who asked for a content learn that it has a stable page.
+    /// Notifies the clients that queried a content that it has a stable page.
     fn notify(&mut self, publisher: MemberId, node: Node, hash: PageHash) {
         let mut askers = Vec::new();
         self.node(node).interest.take(hash, &mut askers);

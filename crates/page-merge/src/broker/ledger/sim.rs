@@ -1,4 +1,4 @@
-//! Memory files that are not there, which notice what must never happen.
+//! Simulated memory files that detect violations of their invariants.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -13,8 +13,8 @@ pub(super) struct Files {
     pub(super) fail_next: bool,
 }
 
-/// Segments of few slots that are given out anew as soon as they are free, so that a mistake shows
-/// at once.
+/// Small segments whose slots are reused as soon as they are free, so that a defect shows
+/// immediately.
 #[derive(Clone, Debug)]
 pub(super) struct SimPages {
     pub(super) files: Rc<RefCell<Files>>,
@@ -26,7 +26,7 @@ impl SimPages {
         Self { files: Rc::default(), segment_slots }
     }
 
-    /// What is in a slot, as whoever has it mapped sees it: an ended use leaves its content.
+    /// Content of a slot as seen by a process that has it mapped; it survives the end of its use.
     pub(super) fn content(&self, slot: StableSlot) -> Option<Vec<u8>> {
         self.files.borrow().contents.get(&slot).cloned().flatten()
     }
@@ -47,7 +47,7 @@ impl Slots for SimPages {
         if std::mem::take(&mut files.fail_next) {
             return Err(io::ErrorKind::OutOfMemory.into());
         }
-        // A node's segments have numbers of their own.
+        // Each node's segments have their own numbers.
         let base = node.0.wrapping_mul(1000);
         let all =
             (0..).flat_map(|segment| (0..self.segment_slots).map(move |index| (segment, index)));
@@ -94,7 +94,7 @@ impl Slots for SimPages {
 }
 
 impl<T: Slots> Ledger<T> {
-    /// Counts everything anew.
+    /// Recounts everything.
     pub(super) fn check(&self) {
         let mut counts: BTreeMap<Node, NodeCounts> =
             self.nodes.keys().map(|&node| (node, NodeCounts::default())).collect();
@@ -126,7 +126,7 @@ impl<T: Slots> Ledger<T> {
     }
 }
 
-/// A page with content that is told by a number.
+/// A page whose content encodes a number.
 pub(super) fn page(number: u8) -> Vec<u8> {
     let mut page = vec![0x5a; PAGE];
     page[17] = number;

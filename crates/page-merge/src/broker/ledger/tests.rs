@@ -25,7 +25,7 @@ fn publish(
 }
 
 #[test]
-fn two_clients_come_to_share_a_page() {
+fn two_clients_share_a_page() {
     let (mut ledger, pages) = ledger(Limits::default());
     let (a, b) = (ledger.join().unwrap(), ledger.join().unwrap());
     assert_eq!(query(&mut ledger, a, 1), Answer::Unknown);
@@ -49,7 +49,7 @@ fn two_clients_come_to_share_a_page() {
 }
 
 #[test]
-fn only_own_shares_and_reservations_can_be_given_up() {
+fn only_own_shares_and_reservations_can_be_released() {
     let (mut ledger, pages) = ledger(Limits::default());
     let (a, b) = (ledger.join().unwrap(), ledger.join().unwrap());
     let slot = publish(&mut ledger, a, &[1]).unwrap()[0];
@@ -58,7 +58,7 @@ fn only_own_shares_and_reservations_can_be_given_up() {
         assert_eq!(ledger.change(b, change, slot), Err(NotHeld(slot)), "{change:?}");
         assert_eq!(ledger.change(a, change, nowhere), Err(NotHeld(nowhere)), "{change:?}");
     }
-    // A reservation is no share, and the other way round.
+    // A reservation is not a share, nor the reverse.
     assert_eq!(ledger.change(a, Change::Released, slot), Err(NotHeld(slot)));
     ledger.change(a, Change::Shared, slot).unwrap();
     assert_eq!(ledger.change(a, Change::Unused, slot), Err(NotHeld(slot)));
@@ -67,12 +67,12 @@ fn only_own_shares_and_reservations_can_be_given_up() {
 }
 
 #[test]
-fn what_is_published_is_found_under_its_own_hash() {
+fn a_published_page_is_found_under_its_own_hash() {
     let (mut ledger, _) = ledger(Limits::default());
     let (honest, liar) = (ledger.join().unwrap(), ledger.join().unwrap());
     assert_eq!(query(&mut ledger, honest, 1), Answer::Unknown);
     assert_eq!(query(&mut ledger, liar, 1), Answer::Wanted);
-    // The liar was asked for page 1.
+    // The hash claimed by the client was that of page 1.
     let slot = publish(&mut ledger, liar, &[2]).unwrap()[0];
     assert_eq!(query(&mut ledger, honest, 1), Answer::Wanted);
     assert!(ledger.take_notifications(honest, 10).is_empty());
@@ -113,7 +113,7 @@ fn a_page_with_all_its_sharers_gets_a_duplicate() {
 }
 
 #[test]
-fn one_batch_cannot_put_more_sharers_on_a_page_than_it_may_have() {
+fn one_batch_cannot_exceed_the_sharers_of_a_page() {
     let (mut ledger, _) = ledger(Limits { max_page_sharing: 2, ..Limits::default() });
     let member = ledger.join().unwrap();
     publish(&mut ledger, member, &[1]).unwrap();
@@ -137,7 +137,7 @@ fn a_retired_page_gets_no_more_sharers_and_keeps_those_it_has() {
     assert_eq!(query(&mut ledger, a, 1), Answer::Stable(other));
 }
 
-/// Many pages of one content: whoever goes, the others stay where they are found.
+/// Many pages of one content: whichever leaves, the others are still found.
 #[test]
 fn duplicates_come_and_go_in_any_order() {
     let (mut ledger, pages) = ledger(Limits { max_page_sharing: 3, ..Limits::default() });
@@ -182,7 +182,7 @@ fn duplicates_come_and_go_in_any_order() {
 }
 
 #[test]
-fn the_more_clients_there_are_the_less_is_remembered_for_each() {
+fn more_clients_leave_fewer_remembered_hashes_for_each() {
     let limits = Limits { remembered_hashes: 40, domain_hashes: 60, ..Limits::default() };
     let (mut ledger, _) = ledger(limits);
     for _ in 0..4 {
@@ -204,7 +204,7 @@ fn a_lost_connection_frees_nothing_and_the_end_of_the_process_everything() {
     query(&mut ledger, a, 7);
     assert!(ledger.disconnect(a));
     assert_eq!(pages.content(slot), Some(page(1)));
-    // It is no partner any more, and what it shares still is.
+    // It is no longer a partner, but its shares remain.
     assert_eq!(query(&mut ledger, b, 7), Answer::Unknown);
     assert_eq!(query(&mut ledger, b, 1), Answer::Stable(slot));
     ledger.change(b, Change::Unused, slot).unwrap();
@@ -214,7 +214,7 @@ fn a_lost_connection_frees_nothing_and_the_end_of_the_process_everything() {
 }
 
 #[test]
-fn what_a_client_can_make_grow_has_limits() {
+fn everything_that_a_client_can_make_grow_has_a_limit() {
     let limits = Limits {
         domain_pages: 5,
         published_pages: 3,
@@ -230,7 +230,7 @@ fn what_a_client_can_make_grow_has_limits() {
     assert!(matches!(publish(&mut ledger, b, &[4, 5, 6]), Err(NoRoom::Domain(5))));
     publish(&mut ledger, b, &[4, 5]).unwrap();
     assert!(matches!(publish(&mut ledger, b, &[6]), Err(NoRoom::Domain(5))));
-    // A refused publication leaves nothing, not even on the pages that were found.
+    // A refused publication leaves nothing, not even references to existing pages.
     let before = ledger.counts()[&NODE];
     assert!(matches!(publish(&mut ledger, b, &[1, 6]), Err(NoRoom::Domain(5))));
     assert_eq!(ledger.counts()[&NODE], before);
@@ -240,7 +240,7 @@ fn what_a_client_can_make_grow_has_limits() {
     assert_eq!(query(&mut ledger, b, 1), Answer::Stable(published[0]));
     assert_eq!(query(&mut ledger, b, 1), Answer::Unknown);
     assert!(matches!(publish(&mut ledger, b, &[1]), Err(NoRoom::Reservations(4))));
-    // What a published counts until nobody holds it, whoever published it.
+    // Pages published by a client count until they have no holder.
     for &slot in &published {
         ledger.change(a, Change::Unused, slot).unwrap();
     }
@@ -264,7 +264,7 @@ fn what_a_client_can_make_grow_has_limits() {
 }
 
 #[test]
-fn a_failure_of_the_system_leaves_nothing_behind() {
+fn a_failed_system_call_leaves_nothing_behind() {
     let (mut ledger, pages) = ledger(Limits::default());
     let member = ledger.join().unwrap();
     pages.files.borrow_mut().fail_next = true;
@@ -274,7 +274,7 @@ fn a_failure_of_the_system_leaves_nothing_behind() {
 }
 
 #[test]
-fn closed_segments_are_told_to_those_who_knew_them() {
+fn closed_segments_are_announced_to_clients_that_know_them() {
     let (mut ledger, _) = ledger(Limits::default());
     let (a, b) = (ledger.join().unwrap(), ledger.join().unwrap());
     let slot = publish(&mut ledger, a, &[1]).unwrap()[0];

@@ -59,7 +59,7 @@ fn request(contents: &[u8]) -> impl Strategy<Value = Request<'_>> {
 
 proptest! {
     #[test]
-    fn what_is_written_is_read(request in request(&[7; 2 * PAGE]), reply in reply()) {
+    fn messages_survive_encoding(request in request(&[7; 2 * PAGE]), reply in reply()) {
         for (bytes, is_request) in [(request.encode(), true), (reply.encode(), false)] {
             for length in 0..bytes.len() {
                 prop_assert_eq!(split_frame(&bytes[..length]), Ok(None));
@@ -78,7 +78,7 @@ proptest! {
 }
 
 #[test]
-fn frames_have_a_longest_length_each() {
+fn each_kind_of_frame_has_a_maximum_length() {
     for kind in Kind::ALL {
         let header = |bytes: usize| {
             let [a, b, c, d] = (bytes as u32).to_le_bytes();
