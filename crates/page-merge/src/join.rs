@@ -1,10 +1,9 @@
-//! Brings pages together that contain the same: with a stable page, or with a page of the unstable
-//! index.
+//! Merges pages with equal content: with a stable page, or with a page of the unstable index.
 //!
-//! It goes in rounds. A candidate that finds a partner in the unstable index does not join it
-//! directly: the partner's content is published as a stable page, and in the next round the
-//! candidate finds the stable page. Both are planned to be replaced by it, each for itself, and
-//! whatever fails leaves a page as it is. What is planned is replaced at the end of a step at the
+//! Merging proceeds in rounds. A candidate that finds a partner in the unstable index does not join
+//! it directly: the partner's content is published as a stable page, and in the next round the
+//! candidate finds the stable page. Both are planned to be replaced by it, each independently, and
+//! a failure leaves a page unchanged. Planned pages are replaced at the end of a step at the
 //! latest, the pages of a block together.
 
 use std::collections::{HashMap, HashSet};
@@ -25,15 +24,15 @@ use crate::{
 /// Bytes of a page.
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// Pages whose contents are read before they are published: few enough to be still in the
+/// Number of pages whose contents are read before they are published: few enough to be still in the
 /// processor's cache when they are written.
 const PUBLISHED_AT_ONCE: usize = 64;
 
-/// Pages that wait to be replaced together. Each may hold a stable page meanwhile that nobody
-/// shares yet.
+/// Maximum number of pages that wait to be replaced together. Each may meanwhile hold a stable page
+/// without sharers.
 const PLANNED_AT_MOST: usize = 2048;
 
-/// A page that was unchanged for long enough, and what it contains.
+/// A page that was unchanged for long enough, and its content.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Candidate {
     pub(crate) page: PageNumber,
@@ -41,10 +40,10 @@ pub(crate) struct Candidate {
     pub(crate) node: NodeNumber,
 }
 
-/// What reading pages found.
+/// Result of reading pages.
 #[derive(Debug, Default)]
 pub(crate) struct Found {
-    /// Pages of zeros that are to be taken away.
+    /// Pages of zeros to be discarded.
     pub(crate) zeros: Vec<PageNumber>,
     /// All others.
     pub(crate) others: Vec<Candidate>,
@@ -61,8 +60,7 @@ struct Publish {
 }
 
 impl<M: Memory, S: StableStore> Domain<M, S> {
-    /// Merges what was found, as far as there is something to merge it with; the rest goes into the
-    /// unstable index.
+    /// Merges the pages found, as far as they have partners; the rest goes into the unstable index.
     pub(crate) fn join(&mut self, found: Found, pass: &Pass<'_>) {
         for page in found.zeros {
             self.plan(Planned { page, hash: PageHash::ZEROS, target: MergeTarget::Zero });
@@ -76,8 +74,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
     }
 
-    /// Returns the candidates whose partners may have become stable pages. Each round takes at
-    /// least one page out of the candidates or out of the unstable index, so there is an end.
+    /// Returns the candidates whose partners may have become stable pages. Each round removes at
+    /// least one page from the candidates or from the unstable index, so the rounds terminate.
     fn join_round(&mut self, round: Vec<Candidate>, pass: &Pass<'_>) -> Vec<Candidate> {
         let answers = self.ask(&round);
         let (mut publish, mut later) = (Vec::new(), Vec::new());
@@ -144,7 +142,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         later
     }
 
-    /// What the store knows of each candidate: nothing, if it fails.
+    /// The store's answer for each candidate; none if it fails.
     fn ask(&mut self, round: &[Candidate]) -> Vec<Answer> {
         let mut answers = vec![Answer::Unknown; round.len()];
         if matches!(self.health, StoreHealth::Late | StoreHealth::Gone) {
@@ -171,8 +169,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         answers
     }
 
-    /// A page of the unstable index with the candidate's content, in an ordinary page if there is
-    /// one, else in a huge page that may be split.
+    /// A page of the unstable index with the candidate's content: an ordinary page if possible,
+    /// otherwise one of a huge page that may be split.
     fn partner(&self, candidate: &Candidate, splittable: &HashSet<u32>) -> Option<PageNumber> {
         let own = block_of(candidate.page);
         self.find_partner(candidate, |domain, block| block == own || !domain.is_huge(block))
@@ -195,8 +193,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.blocks.block(block).is_some_and(|block| block.huge)
     }
 
-    /// Huge pages that may be split now, because enough of them are the only partners of these
-    /// candidates, or of earlier ones.
+    /// Huge pages that may be split now, because enough of their pages are the only partners of
+    /// these or of earlier candidates.
     fn splittable(&self, candidates: &[(Candidate, Answer)], pass: &Pass<'_>) -> HashSet<u32> {
         let mut counts = HashMap::new();
         for (candidate, _) in candidates {
@@ -213,8 +211,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         counts.into_keys().collect()
     }
 
-    /// A candidate's only partners are in huge pages that are not worth splitting yet: counts for
-    /// them.
+    /// Counts, in huge pages that are not worth splitting yet, a candidate whose only partners are
+    /// there.
     fn note_wanted(&mut self, candidate: &Candidate) {
         if let Some(page) = self.find_partner(candidate, |_, _| true)
             && let Some(block) = self.blocks.block_mut(block_of(page))
@@ -223,14 +221,14 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
     }
 
-    /// The candidate cannot be merged for now.
+    /// Marks a candidate as not mergeable for now.
     fn refuse(&mut self, candidate: &Candidate) {
         let record = self.blocks.record(candidate.page).on(candidate.node);
         self.set_state(candidate.page, record.with(State::Refused, candidate.hash.get()));
     }
 
-    /// Judges whether a cold huge page should be split, and if not, leaves its pages in the
-    /// unstable index for others to find.
+    /// Decides whether a cold huge page should be split; if not, leaves its pages in the unstable
+    /// index as partners of others.
     pub(crate) fn judge(&mut self, number: u32, found: &Found, pass: &Pass<'_>) -> bool {
         let mut duplicates = found.zeros.len() as u64;
         let mut seen = HashSet::new();
@@ -247,7 +245,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             }
         }
         if self.health == StoreHealth::Late {
-            // Once more some passes later.
+            // Judge again some passes later.
             if let Some(block) = self.blocks.block_mut(number) {
                 block.cold_passes = 0;
             }
@@ -288,8 +286,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         false
     }
 
-    /// Publishes the content of pages and plans to replace them. `false` if the store failed; what
-    /// was not published stays as it is.
+    /// Publishes the content of pages and plans to replace them. Returns `false` if the store
+    /// failed; pages that were not published stay unchanged.
     fn publish(&mut self, mut list: Vec<Publish>, pass: &Pass<'_>) -> bool {
         self.confirm_nodes(&mut list, pass);
         self.drop_short_runs(&mut list);
@@ -310,7 +308,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     /// Publishes the content of a few pages of one node.
     fn publish_part(&mut self, part: &[Publish], pass: &Pass<'_>) -> bool {
         let Some(&Publish { node, .. }) = part.first() else { return true };
-        // Kept from call to call: fresh memory of this size costs a fault for each page.
+        // Reused from call to call: fresh memory of this size costs a fault for each page.
         let mut contents = std::mem::take(&mut self.contents);
         contents.resize(PUBLISHED_AT_ONCE * PAGE, 0);
         let mut readable = Vec::with_capacity(part.len());
@@ -319,8 +317,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             let content = &mut contents[begin..begin + PAGE];
             let pfn = self.blocks.pfn(item.page);
             let read = pfn.is_some_and(|pfn| self.memory.read(pfn, content).is_ok());
-            // What is published under a hash must have it: the page may have changed since it was
-            // hashed.
+            // The content must have the hash under which it is published: the page may have changed
+            // since it was hashed.
             if read && self.hasher.hash(content) == item.hash {
                 readable.push(*item);
             } else {
@@ -355,13 +353,13 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
     }
 
-    /// Leaves out partners that are on another node than they were when they were hashed, and puts
-    /// them into the right index.
+    /// Drops partners that have moved to another node since they were hashed, and moves them to the
+    /// right index.
     fn confirm_nodes(&mut self, list: &mut Vec<Publish>, pass: &Pass<'_>) {
         if !pass.are_apart() {
             return;
         }
-        // Ascending, as the memory is asked; the order of the list stays.
+        // In ascending order, as the memory requires; the order of the list stays.
         let mut order: Vec<(Pfn, usize)> = (0..list.len())
             .filter_map(|place| Some((self.blocks.pfn(list[place].page)?, place)))
             .collect();
@@ -385,8 +383,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         });
     }
 
-    /// Where mappings are scarce, leaves out what would be a short run, on the side of the partners
-    /// or of those that found them.
+    /// Where mappings are scarce, drops short runs, on the side of the partners or of the pages
+    /// that found them.
     fn drop_short_runs(&mut self, list: &mut Vec<Publish>) {
         let least = self.min_run_pages;
         if least <= 1 {
@@ -414,7 +412,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         });
     }
 
-    /// Tries pages again that others have made stable pages for.
+    /// Retries pages for which other processes have made stable pages.
     pub(crate) fn take_notifications(&mut self, pass: &Pass<'_>) {
         let mut notifications = Vec::new();
         self.store.take_notifications(&mut notifications);

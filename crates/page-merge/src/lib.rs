@@ -1,34 +1,35 @@
 //! Same-page merging: pages with the same content share one page of the host until one of them is
 //! written to.
 //!
-//! Only pages of one *trust domain* are merged, and, if wished, only pages of one *node*: there is
-//! a stable index (pages that are shared already) and an unstable one (pages that did not change
+//! Only pages of one *trust domain* are merged, and, optionally, only pages of one *node*: there is
+//! a stable index (pages that are already shared) and an unstable one (pages that did not change
 //! lately) for each pair of domain and node, as Linux's KSM has trees for each node (mm/ksm.c;
 //! patch "ksm: allow trees per NUMA node", 2013).
 //!
-//! The core decides which pages are looked at, compared and merged. It touches memory through
-//! [`Memory`] and shared pages through [`StableStore`] only.
+//! The core decides which pages are scanned, compared and merged. It accesses memory only through
+//! [`Memory`] and shared pages only through [`StableStore`].
 //!
-//! # How it goes
+//! # Operation
 //!
-//! A *pass* looks at all memory, in blocks of 512 pages. A look costs some nanoseconds a page and
-//! reads nothing: it tells which pages were written to since the last one. A page that was not, for
-//! [`Settings::clean_passes`] looks, is read and hashed once, and then not again until it is
-//! written to. Its hash is looked for among the stable pages, and then in the unstable index. If
+//! A *pass* scans all memory, in blocks of 512 pages. A scan costs some nanoseconds per page and
+//! reads no content: it reports which pages were written to since the last one. A page that was
+//! not, in [`Settings::clean_passes`] scans, is read and hashed once, and then not again until it
+//! is written to. Its hash is looked up among the stable pages, and then in the unstable index. If
 //! another page waits there, that page's content becomes a stable page, and both are replaced by
-//! it; each replacement compares the contents while nobody can change them, so a hash never decides
-//! anything. All that is remembered of a page are eight bytes, and five to seven in the index while
-//! it waits for a partner.
+//! it; each replacement compares the contents while nothing can change them, so a hash never
+//! decides anything. Eight bytes are stored per page, and five to seven more in the index while it
+//! waits for a partner.
 //!
 //! # Use
 //!
 //! A [`Merger`] is driven step by step, by its owner or by a [`Worker`] on a thread of its own,
-//! which keeps to the pace that the [`Settings`] ask for and can be talked to through a
-//! [`Control`]:
+//! which keeps the pace of the [`Settings`] and is controlled through a [`Control`]:
 //!
 //! ```
 //! use ebb_abi::{PageRange, Pfn};
-//! use ebb_page_merge::{Merger, Run, Secret, Settings, StablePages, SystemClock, Worker, testing::World};
+//! use ebb_page_merge::{
+//!     Merger, Run, Secret, Settings, StablePages, SystemClock, Worker, testing::World,
+//! };
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! // A simulated machine of 4 MiB, with equal pages everywhere. A real one is an
@@ -37,8 +38,13 @@
 //! let guest = world.guest(&[PageRange::new(Pfn(0), 1024)]);
 //! (0..1024).for_each(|page| guest.write(page, 42));
 //!
-//! let settings = Settings { run: Run::Merge, min_pass_millisecs: 0, sleep_millisecs: 1, ..Settings::default() };
-//! // For one machine alone. In earnest, the secret comes from the kernel's random numbers.
+//! let settings = Settings {
+//!     run: Run::Merge,
+//!     min_pass_millisecs: 0,
+//!     sleep_millisecs: 1,
+//!     ..Settings::default()
+//! };
+//! // For one machine alone. In production, the secret comes from the kernel's random numbers.
 //! let store = StablePages::new(world.slots(0));
 //! let merger = Merger::new(guest.memory(), store, Secret([7; 32]), settings)?;
 //!
@@ -47,7 +53,7 @@
 //! while control.statistics().merged_pages < 1024 {
 //!     std::thread::yield_now();
 //! }
-//! // 256 pages may share one.
+//! // At most 256 pages share one.
 //! assert_eq!(control.statistics().pages_sharing, 1020);
 //! control.change(|settings| settings.pages_per_second = Some(1000))?;
 //! control.stop();

@@ -1,4 +1,4 @@
-//! What the core knows of the memory that it merges.
+//! The core's interface to the memory that it merges.
 
 use ebb_abi::{PageRange, Pfn};
 use ebb_guest_ram::merge::{MergeOutcome, MergeTarget, PageLook};
@@ -6,7 +6,7 @@ use ebb_guest_ram::{BrokenCowStats, MergeError, MergeSession, StableSlot};
 
 use crate::hash::{Content, PageHasher};
 
-/// Pages that [`Memory::look`] takes at most at once: those of a huge page.
+/// Maximum number of pages per [`Memory::look`]: those of a huge page.
 pub const BLOCK_PAGES: u64 = 512;
 
 /// A NUMA node of the host.
@@ -14,8 +14,8 @@ pub const BLOCK_PAGES: u64 = 512;
 pub struct Node(pub u32);
 
 impl Node {
-    /// No node in particular: where pages of all nodes are merged, stable pages are asked for and
-    /// made under this one.
+    /// No particular node: where pages of all nodes are merged, stable pages are looked up and made
+    /// under this one.
     pub const ANY: Self = Self(u32::MAX);
 }
 
@@ -29,22 +29,21 @@ impl std::fmt::Display for Node {
     }
 }
 
-/// Memory of a virtual machine, as the core sees it. [`MergeSession`] is that of a machine of this
+/// Memory of a virtual machine, as seen by the core. [`MergeSession`] is that of a machine of this
 /// process.
 pub trait Memory {
-    /// Why memory could not be looked at or replaced.
+    /// Reason why memory could not be scanned or replaced.
     type Error: std::error::Error + Send + Sync + 'static;
 
-    /// The pages that may be looked at, in ascending order, not overlapping.
+    /// The pages that may be scanned, in ascending order, not overlapping.
     fn ranges(&self) -> Vec<PageRange>;
 
-    /// Looks at a block of at most [`BLOCK_PAGES`] pages within one range, and fills `looks` with
-    /// one entry for each page.
+    /// Scans a block of at most [`BLOCK_PAGES`] pages within one range, and fills `looks` with one
+    /// entry for each page.
     fn look(&mut self, block: PageRange, looks: &mut Vec<PageLook>) -> Result<(), Self::Error>;
 
-    /// Reads pages (ascending) and appends what they contain; `None` for a page that cannot be
-    /// read. Reading must not mark pages as used more than needed, and must not allocate pages for
-    /// absent ones.
+    /// Reads pages (ascending) and appends their contents; `None` for a page that cannot be read.
+    /// Reading should mark pages as used as little as possible, and must not allocate absent pages.
     fn hash(
         &mut self,
         pages: &[Pfn],
@@ -56,37 +55,37 @@ pub trait Memory {
     fn nodes(&mut self, pages: &[Pfn], nodes: &mut Vec<Option<u32>>) -> Result<(), Self::Error>;
 
     /// Copies a page into `content` (4096 bytes), to become a stable page. It may be written to
-    /// meanwhile; only [`replace`](Self::replace) decides.
+    /// concurrently; only [`replace`](Self::replace) decides.
     fn read(&mut self, page: Pfn, content: &mut [u8]) -> Result<(), Self::Error>;
 
     /// Replaces pages (ascending): each is frozen, so that no processor and no device can change
-    /// it, compared with its target, and only if it is the same, replaced. `outcomes` gets an entry
-    /// for each. Neighbours with neighbouring slots are replaced in one go. The list may span
-    /// several blocks, and several pages may have the same slot.
+    /// it, compared with its target, and replaced only if it is equal. `outcomes` gets an entry for
+    /// each. Neighbours with neighbouring slots are replaced together. The list may span several
+    /// blocks, and several pages may have the same slot.
     ///
-    /// After an error, what `outcomes` holds is true, and all pages behind it are unchanged: a page
-    /// that was replaced is always reported as [`MergeOutcome::Done`], or else its slot could be
-    /// given back while it is mapped.
+    /// After an error, the entries in `outcomes` are valid, and all pages after them are unchanged:
+    /// a page that was replaced is always reported as [`MergeOutcome::Done`]; otherwise its slot
+    /// could be freed while it is mapped.
     fn replace(
         &mut self,
         pages: &[(Pfn, MergeTarget)],
         outcomes: &mut Vec<MergeOutcome>,
     ) -> Result<(), Self::Error>;
 
-    /// Gives every merged page of `range` a page of its own again, and appends the slots that have
-    /// lost a share, once for each page.
+    /// Unmerges every merged page of `range`, and appends the slots that have lost a share, once
+    /// for each page.
     fn unmerge(
         &mut self,
         range: PageRange,
         released: &mut Vec<StableSlot>,
     ) -> Result<(), Self::Error>;
 
-    /// What became of pages that were reported as [`PageLook::Broken`].
+    /// Statistics of pages that were reported as [`PageLook::Broken`].
     fn broken_cow_stats(&self) -> BrokenCowStats {
         BrokenCowStats::default()
     }
 
-    /// Slots that lost a share without a look, because the owner discarded pages; appended once for
+    /// Slots that lost a share without a scan, because the owner discarded pages; appended once for
     /// each page and then forgotten.
     fn take_released(&mut self, released: &mut Vec<StableSlot>);
 }

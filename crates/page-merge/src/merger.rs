@@ -1,4 +1,4 @@
-//! The whole: a machine's memory, its store of stable pages, and how far the scan has come.
+//! A machine's memory, its store of stable pages, and the position of the scan.
 
 use crate::{
     domain::{Domain, Pass},
@@ -9,26 +9,26 @@ use crate::{
     store::StableStore,
 };
 
-/// Why pages cannot be merged.
+/// Reason why pages cannot be merged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MergerError {
-    /// The settings are not allowed.
+    /// The settings are invalid.
     #[error(transparent)]
     Settings(#[from] SettingsError),
-    /// The memory has more pages than can be numbered: 16 TiB at most, less if its regions do not
-    /// begin at multiples of 2 MiB.
+    /// The memory has more pages than can be numbered: the limit is 16 TiB, less if its regions do
+    /// not begin at multiples of 2 MiB.
     #[error("guest memory is too large to be merged")]
     TooLarge,
 }
 
-/// What a step has done.
+/// Result of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Step {
-    /// Pages looked at (or, with [`Run::Unmerge`], gone through).
+    /// Pages scanned (or, with [`Run::Unmerge`], processed).
     pub pages: u64,
-    /// Of these, pages that may have been written to since they were last looked at.
+    /// Of these, pages that may have been written to since their last scan.
     pub written: u64,
-    /// A pass over all memory ended with this step (or all is unmerged).
+    /// A pass over all memory ended with this step (or unmerging is complete).
     pub finished_pass: bool,
 }
 
@@ -36,20 +36,20 @@ pub struct Step {
 /// same store of stable pages. A store belongs to one trust domain.
 ///
 /// It belongs to one thread. See [`Worker`](crate::Worker) for a thread that paces itself and can
-/// be talked to.
+/// be controlled by others.
 pub struct Merger<M, S> {
     domain: Domain<M, S>,
     settings: Settings,
     full_scans: u64,
-    /// The block where the scan goes on; `None` before a pass.
+    /// The block where the scan continues; `None` before a pass.
     cursor: Option<u32>,
-    /// The block where unmerging goes on; `None` if there is nothing to be unmerged any more.
+    /// The block where unmerging continues; `None` if there is nothing left to unmerge.
     unmerging: Option<u32>,
 }
 
 impl<M: Memory, S: StableStore> Merger<M, S> {
-    /// Merges the pages of `memory`. `secret` must be the one that all who share this store hash
-    /// with.
+    /// Merges the pages of `memory`. `secret` must be the one with which all users of this store
+    /// hash.
     ///
     /// # Errors
     /// [`MergerError`]
@@ -85,13 +85,13 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
         &self.settings
     }
 
-    /// Changes the settings; all of them or none. What decides which pages may share can be changed
-    /// only while nothing is merged, and everything that was known about pages is forgotten then.
+    /// Changes the settings; all of them or none. Settings that decide which pages may share can be
+    /// changed only while no page is merged, and all records of pages are reset then.
     pub fn change(&mut self, settings: Settings) -> Result<(), SettingsError> {
         settings.check()?;
         let decisive = self.settings.decides_sharing(&settings);
         if let Some(setting) = decisive {
-            // What the owner has discarded is not merged any more.
+            // Pages that the owner has discarded are no longer merged.
             self.domain.take_released();
             let statistics = self.statistics();
             let merged_pages = statistics.merged_pages.max(statistics.pages_shared);
@@ -112,12 +112,12 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
         Ok(())
     }
 
-    /// Pages of the memory.
+    /// Number of pages of the memory.
     pub fn pages(&self) -> u64 {
         self.domain.blocks.pages()
     }
 
-    /// Does what [`Settings::run`] says, for about `pages` pages.
+    /// Executes [`Settings::run`] for about `pages` pages.
     pub fn step(&mut self, pages: u64) -> Step {
         match self.settings.run {
             Run::Stop => Step::default(),
@@ -126,8 +126,8 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
         }
     }
 
-    /// Looks at about `pages` pages (whole blocks of 512), beginning where the last call stopped,
-    /// and at most until the pass over all memory ends.
+    /// Scans about `pages` pages (whole blocks of 512), continuing where the last call stopped, and
+    /// at most until the pass over all memory ends.
     pub fn scan(&mut self, pages: u64) -> Step {
         let pass = Pass { number: self.full_scans, settings: &self.settings };
         let domain = &mut self.domain;
@@ -151,9 +151,8 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
         step
     }
 
-    /// Gives merged pages pages of their own again, for about `pages` pages of memory, beginning
-    /// where the last call stopped. With the end of it everything that was known about pages is
-    /// forgotten. What fails is tried again with the next call.
+    /// Unmerges pages, for about `pages` pages of memory, continuing where the last call stopped.
+    /// At the end all records of pages are reset. Failures are retried with the next call.
     pub fn unmerge(&mut self, pages: u64) -> Step {
         let mut step = Step::default();
         self.cursor = None;
@@ -177,12 +176,12 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
         step
     }
 
-    /// What was found and done.
+    /// The statistics.
     pub fn statistics(&self) -> Statistics {
         Statistics { full_scans: self.full_scans, ..self.domain.statistics() }
     }
 
-    /// Most recent error of the store or the memory, if there was any lately.
+    /// Most recent error of the store or the memory, if it is recent.
     pub fn last_error(&self) -> Option<&str> {
         self.domain.last_error.as_deref()
     }

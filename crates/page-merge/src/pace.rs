@@ -1,24 +1,24 @@
-//! How long to sleep between two steps.
+//! Length of the sleep between two steps.
 
 use std::time::Duration;
 
 use crate::settings::Settings;
 
-/// What a step took.
+/// Cost of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Effort {
-    /// Pages looked at.
+    /// Pages scanned.
     pub pages: u64,
     /// Of these, pages that may have been written to.
     pub written: u64,
     /// Processor time.
     pub cpu: Duration,
-    /// Time by the clock.
+    /// Elapsed time.
     pub elapsed: Duration,
 }
 
-/// Most pages between two sleeps, so that the limits of processor time hold for a memory of any
-/// size.
+/// Maximum number of pages between two sleeps, so that the limits of processor time hold for a
+/// memory of any size.
 const MOST_AT_A_TIME: u64 = 1 << 15;
 
 impl Settings {
@@ -28,13 +28,13 @@ impl Settings {
         [self.pages_per_second, for_target].into_iter().flatten().min()
     }
 
-    /// How many pages to look at between two sleeps, in a memory of `pages` pages.
+    /// Number of pages to scan between two sleeps, in a memory of `pages` pages.
     pub fn pages_at_a_time(&self, pages: u64) -> u64 {
         let at_rate = |rate: u64| rate.saturating_mul(self.sleep_millisecs.max(1)) / 1000;
         self.rate(pages).map_or(self.pages_to_scan, at_rate).clamp(1, MOST_AT_A_TIME)
     }
 
-    /// The sleep after a step, in a memory of `pages` pages: as long as was asked for, and long
+    /// The sleep after a step, in a memory of `pages` pages: at least the configured one, and long
     /// enough to stay below `max_written_per_second` and `max_cpu_percent`.
     pub fn sleep_after(&self, effort: Effort, pages: u64) -> Duration {
         let percent = self.max_cpu_percent.clamp(1, 100);
@@ -52,7 +52,7 @@ impl Settings {
     }
 }
 
-/// How long `count` things take at `per_second`.
+/// Time for `count` items at `per_second`.
 fn time_for(count: u64, per_second: u64) -> Duration {
     let nanos = u128::from(count) * 1_000_000_000 / u128::from(per_second.max(1));
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
@@ -92,7 +92,7 @@ mod tests {
             let pass = turn.as_secs_f64() * pages as f64 / at_a_time as f64;
             assert!((59.0..=61.0).contains(&pass), "{pages} pages take {pass} s");
         }
-        // What was asked for as the most comes first.
+        // The upper limit takes precedence.
         let slower = Settings { pages_per_second: Some(1000), ..settings };
         assert_eq!(slower.pages_at_a_time(1 << 26), 20);
     }

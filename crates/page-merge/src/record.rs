@@ -1,4 +1,4 @@
-//! What is remembered of a page: eight bytes.
+//! The record of a page: eight bytes.
 
 use crate::hash::PageHash;
 
@@ -7,37 +7,37 @@ const AGE_SHIFT: u32 = STATE_SHIFT + 3;
 const NODE_SHIFT: u32 = AGE_SHIFT + 3;
 const VALUE_MASK: u64 = (1 << PageHash::BITS) - 1;
 
-/// Where a page stands.
+/// State of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
-    /// Absent, excluded, or not looked at yet.
+    /// Absent, excluded, or not scanned yet.
     Unknown = 0,
-    /// Written to lately; may be hashed after some more clean looks.
+    /// Written to lately; may be hashed after some more clean scans.
     Watched = 1,
     /// Unchanged since it was hashed, and in the unstable index.
     Unshared = 2,
-    /// A stable page is in its place.
+    /// Replaced by a stable page.
     Merged = 3,
-    /// It was zeros and has been taken away; reads as zeros.
+    /// Was zeros and has been discarded; reads as zeros.
     Zeroed = 4,
-    /// Hashed, and a duplicate, but it could not be replaced; tried again later.
+    /// Hashed, and a duplicate, but it could not be replaced; retried later.
     Refused = 5,
 }
 
 impl State {
-    /// How many there are.
+    /// Number of states.
     pub(crate) const COUNT: usize = 6;
 
     const ALL: [Self; Self::COUNT] =
         [Self::Unknown, Self::Watched, Self::Unshared, Self::Merged, Self::Zeroed, Self::Refused];
 }
 
-/// A node, as a place in the domain's list of nodes. Linux has 1024 nodes at most.
+/// A node, as an index into the domain's list of nodes. Linux has at most 1024 nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct NodeNumber(pub(crate) u16);
 
 impl NodeNumber {
-    /// Nobody asked, or there was no answer.
+    /// Unknown.
     pub(crate) const NONE: Self = Self(0x3ff);
 }
 
@@ -48,17 +48,17 @@ pub(crate) struct Record(u64);
 const _: () = assert!(size_of::<Record>() == 8);
 
 impl Record {
-    /// Of a page nothing is known of.
+    /// Record of a page about which nothing is known.
     pub(crate) const UNKNOWN: Self = Self((NodeNumber::NONE.0 as u64) << NODE_SHIFT);
     /// Highest age.
     pub(crate) const OLDEST: u8 = 7;
 
     pub(crate) fn state(self) -> State {
-        // Only values of `State` are put in.
+        // Only values of `State` are stored.
         State::ALL.get((self.0 >> STATE_SHIFT) as usize & 7).copied().unwrap_or(State::Unknown)
     }
 
-    /// How often the page changed after it had been hashed or merged.
+    /// Number of times that the page changed after it had been hashed or merged.
     pub(crate) fn age(self) -> u8 {
         (self.0 >> AGE_SHIFT) as u8 & 7
     }
@@ -67,12 +67,12 @@ impl Record {
         NodeNumber((self.0 >> NODE_SHIFT) as u16)
     }
 
-    /// Of [`State::Unshared`] and [`State::Refused`]: what it contains.
+    /// Of [`State::Unshared`] and [`State::Refused`]: hash of the content.
     pub(crate) fn hash(self) -> PageHash {
         PageHash::new(self.0)
     }
 
-    /// Of [`State::Watched`]: clean looks still to wait for. Of [`State::Merged`]: 1 if the stable
+    /// Of [`State::Watched`]: clean scans still required. Of [`State::Merged`]: 1 if the stable
     /// page is on another node.
     pub(crate) fn value(self) -> u64 {
         self.0 & VALUE_MASK

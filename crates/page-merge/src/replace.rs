@@ -1,4 +1,4 @@
-//! Replaces pages, and takes over what became of each.
+//! Replaces pages, and processes the outcome of each.
 
 use ebb_abi::{PageRange, Pfn};
 use ebb_guest_ram::merge::{MergeOutcome, MergeTarget};
@@ -11,8 +11,8 @@ use crate::{
     store::StableStore,
 };
 
-/// Calls `report` for each of `count` places in runs that are shorter than the least length that
-/// `least` says for a place.
+/// Calls `report` for each of `count` places in runs shorter than the minimum that `least` returns
+/// for a place.
 pub(crate) fn pages_in_short_runs(
     count: usize,
     follows: impl Fn(usize, usize) -> bool,
@@ -32,7 +32,7 @@ pub(crate) fn pages_in_short_runs(
     }
 }
 
-/// Whether both are replaced in one go.
+/// Whether both are replaced together.
 fn are_one_run(a: &(Pfn, MergeTarget), b: &(Pfn, MergeTarget)) -> bool {
     a.0.0 + 1 == b.0.0
         && match (a.1, b.1) {
@@ -43,18 +43,18 @@ fn are_one_run(a: &(Pfn, MergeTarget), b: &(Pfn, MergeTarget)) -> bool {
 }
 
 impl<M: Memory, S: StableStore> Domain<M, S> {
-    /// A page is to be replaced soon, together with others near it: the fewer steps for the same
-    /// pages, the less each costs.
+    /// Plans to replace a page, together with others near it: the fewer steps for the same pages,
+    /// the less each costs.
     pub(crate) fn plan(&mut self, item: Planned) {
         let record = self.blocks.record(item.page);
         if record.state() == State::Unshared {
-            // It shall not be found, and planned, once more.
+            // The page must not be found, and planned, again.
             self.set_state(item.page, record.with(State::Watched, 0));
         }
         self.planned.push(item);
     }
 
-    /// Replaces all pages that are planned to be. Every reservation is used up or given back.
+    /// Replaces all planned pages. Every reservation is used or returned.
     pub(crate) fn replace_planned(&mut self, pass: &Pass<'_>) {
         let mut items: Vec<(Pfn, Planned)> = Vec::with_capacity(self.planned.len());
         for item in std::mem::take(&mut self.planned) {
@@ -81,8 +81,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         list.retain(|_| kept.next().copied().unwrap_or(true));
         let pages: Vec<Pfn> = list.iter().map(|(pfn, _)| *pfn).collect();
 
-        // Where the pages are before they are merged: their own node, whatever index they belong
-        // to.
+        // The nodes of the pages before they are merged, whatever index they belong to.
         let homes = self.nodes_now(&pages);
         let mut outcomes = Vec::with_capacity(list.len());
         if !list.is_empty()
@@ -107,7 +106,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.note_nodes_of_merged(&merged, pass);
     }
 
-    /// A page is not replaced: its reservation is not needed.
+    /// Returns the reservation of a page that is not replaced.
     fn give_back(&mut self, item: &Planned) {
         if let MergeTarget::Slot(slot) = item.target {
             self.store.unused(slot);
@@ -164,8 +163,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
     }
 
-    /// Looks up where merged pages (ascending) are now, and compares with where they were before.
-    /// Where nodes are kept apart, those on another node are given pages of their own again.
+    /// Looks up the present nodes of merged pages (ascending), and compares them with the former
+    /// ones. Where nodes are kept apart, pages on another node are unmerged.
     pub(crate) fn note_nodes_of_merged(&mut self, pages: &[PageNumber], pass: &Pass<'_>) {
         let pfns: Vec<Pfn> = pages.iter().filter_map(|&page| self.blocks.pfn(page)).collect();
         let nodes = self.nodes_now(&pfns);
@@ -182,7 +181,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
     }
 
-    /// The stable page behind a merged page is on the wrong node: it gets no more sharers.
+    /// Unmerges a page whose stable page is on the wrong node, which gets no more sharers.
     fn unmerge_moved(&mut self, page: PageNumber, pfn: Pfn) {
         let mut released = Vec::new();
         let outcome = self.memory.unmerge(PageRange::new(pfn, 1), &mut released);

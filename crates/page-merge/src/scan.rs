@@ -1,4 +1,4 @@
-//! One look at a block: what each page's state becomes, and which pages are worth reading.
+//! A scan of a block: the new state of each page, and the pages that are worth reading.
 
 use ebb_abi::Pfn;
 use ebb_guest_ram::merge::PageLook;
@@ -13,30 +13,30 @@ use crate::{
     store::StableStore,
 };
 
-/// What a look at a huge page found.
+/// Result of scanning a huge page.
 #[derive(Clone, Copy, Default)]
 struct HugeLook {
     clean: u64,
     written: u64,
 }
 
-/// What is to be done about a huge page.
+/// Action for a huge page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Turn {
-    /// There is none, or it stays as it is.
+    /// No huge page, or no action.
     Nothing,
-    /// To see whether it is worth splitting.
+    /// Check whether it is worth splitting.
     Judge,
-    /// It is none any more.
+    /// It is no longer a huge page.
     Split,
 }
 
 impl<M: Memory, S: StableStore> Domain<M, S> {
-    /// Looks at a block and merges what can be merged of it. Returns the number of pages looked at.
+    /// Scans a block and merges what can be merged of it. Returns the number of pages scanned.
     pub(crate) fn scan_block(&mut self, number: u32, pass: &Pass<'_>) -> u64 {
         let Some(block) = self.blocks.block(number) else { return 0 };
         let range = block.range;
-        // A look must find what it is told of a page.
+        // The scan must see the actual state of a page.
         if self.planned.iter().any(|item| block_of(item.page) == number) {
             self.replace_planned(pass);
         }
@@ -92,7 +92,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         range.pages
     }
 
-    /// Takes over what a look told; `true` if the page should be read now.
+    /// Processes the scan of a page; returns `true` if the page should be read now.
     fn note_look(
         &mut self,
         page: PageNumber,
@@ -102,21 +102,22 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     ) -> bool {
         let record = self.blocks.record(page);
         match (look, record.state()) {
-            (PageLook::Clean | PageLook::HugeClean, State::Unshared) | (PageLook::Merged, State::Merged) => {
+            (PageLook::Clean | PageLook::HugeClean, State::Unshared)
+            | (PageLook::Merged, State::Merged) => {
                 self.counters.clean_pages += 1;
                 huge.clean += u64::from(look == PageLook::HugeClean);
                 false
             }
             (PageLook::Absent, State::Unknown | State::Zeroed)
             | (PageLook::Excluded, State::Unknown)
-            // What is known of it is for when it is brought back.
+            // The record is kept until the page can be merged again.
             | (PageLook::Copied, State::Watched) => false,
             (PageLook::Absent | PageLook::Excluded, _) => {
                 self.set_state(page, Record::UNKNOWN);
                 false
             }
             (PageLook::Merged, _) => {
-                // Merged before this core knew the page.
+                // Merged before this core had a record of the page.
                 self.set_state(page, Record::UNKNOWN.with(State::Merged, 0));
                 false
             }
@@ -168,7 +169,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
     }
 
-    /// Takes over whether the block is a huge page, and for how long it was not written to.
+    /// Records whether the block is a huge page, and for how long it was not written to.
     fn note_huge(&mut self, number: u32, look: HugeLook, pass: &Pass<'_>) -> Turn {
         let Some(block) = self.blocks.block_mut(number) else { return Turn::Nothing };
         let was_huge = std::mem::replace(&mut block.huge, look.clean + look.written > 0);
@@ -179,13 +180,12 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
         block.cold_passes = block.cold_passes.saturating_add(1);
         let cold = pass.settings.huge_cold_passes;
-        // Once for itself; later only if others have found enough duplicates in it.
+        // Once by itself; later only if others have found enough duplicates in it.
         let wanted = block.cold_passes > cold && block.wanted >= pass.settings.huge_min_duplicates;
         if block.cold_passes == cold || wanted { Turn::Judge } else { Turn::Nothing }
     }
 
-    /// Reads pages whose content is not known yet, and says which are zeros and what the others
-    /// contain.
+    /// Reads pages whose content is unknown, and separates zeros from other contents.
     fn find_candidates(&mut self, pages: &[PageNumber], pass: &Pass<'_>) -> Found {
         let mut contents: Vec<(PageNumber, Pfn, Option<PageHash>)> =
             Vec::with_capacity(pages.len());
@@ -241,7 +241,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     }
 
     /// The index that each page belongs to: that of its node, or the only one; `None` if a page has
-    /// no node just now.
+    /// no node at present.
     pub(crate) fn nodes_of(&mut self, pages: &[Pfn], pass: &Pass<'_>) -> Vec<Option<NodeNumber>> {
         if !pass.are_apart() {
             return vec![Some(NodeNumber(0)); pages.len()];
@@ -267,7 +267,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             .collect()
     }
 
-    /// Looks up where the stable pages behind a block's merged pages are.
+    /// Looks up the nodes of the stable pages behind a block's merged pages.
     fn check_nodes(&mut self, number: u32, pass: &Pass<'_>) {
         let Some(block) = self.blocks.block(number) else { return };
         if block.merged_pages() == 0 {
@@ -280,8 +280,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.note_nodes_of_merged(&pages, pass);
     }
 
-    /// Looks up where a block's waiting pages are, and brings those that have moved to another node
-    /// together with pages there.
+    /// Looks up the nodes of a block's waiting pages, and joins those that have moved to another
+    /// node with pages there.
     fn follow_moved(&mut self, number: u32, pass: &Pass<'_>) {
         let Some(block) = self.blocks.block(number) else { return };
         let first = block.range.start;

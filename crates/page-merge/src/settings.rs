@@ -1,18 +1,17 @@
-//! Settings, with the names that Linux's KSM has for them (Documentation/admin-guide/mm/ksm.rst).
+//! Settings, with the names of Linux's KSM (Documentation/admin-guide/mm/ksm.rst).
 
 use serde::{Deserialize, Serialize};
 
-/// What the merging thread does.
+/// Activity of the merging thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Run {
     /// Nothing; merged pages stay merged (KSM: 0).
     #[default]
     Stop,
-    /// Looks for equal pages and merges them (KSM: 1).
+    /// Searches for equal pages and merges them (KSM: 1).
     Merge,
-    /// Gives every merged page a page of its own again, forgets what it knows, and then does
-    /// nothing (KSM: 2).
+    /// Unmerges every merged page, drops all records, and then does nothing (KSM: 2).
     Unmerge,
 }
 
@@ -28,60 +27,60 @@ pub enum Nodes {
     Apart,
 }
 
-/// What merging does, and how much of it.
+/// Settings of merging and of its pace.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
-    /// What the merging thread does.
+    /// Activity of the merging thread.
     pub run: Run,
-    /// Pages that are looked at between two sleeps, where neither `pages_per_second` nor
-    /// `target_scan_seconds` says how many.
+    /// Pages scanned between two sleeps, where neither `pages_per_second` nor `target_scan_seconds`
+    /// determines it.
     pub pages_to_scan: u64,
-    /// Length of these sleeps, of time that passes with looks as well where one of the two says how
-    /// many pages are looked at.
+    /// Length of these sleeps; where one of the two determines the number of pages, it includes the
+    /// time of the scan.
     pub sleep_millisecs: u64,
     /// Whether pages of different nodes are merged. Can be changed only while nothing is merged.
     pub merge_across_nodes: Nodes,
-    /// Pages that share one stable page at most. Can be changed only while nothing is merged.
+    /// Maximum number of sharers of a stable page. Can be changed only while nothing is merged.
     pub max_page_sharing: u32,
-    /// Pages that changed after they were hashed or merged are hashed again only after 2 clean
-    /// passes more, then 4, and so on up to 32 (KSM: 1 to 8 passes).
+    /// Pages that changed after they were hashed or merged are hashed again only after 2 more clean
+    /// passes, then 4, and so on up to 32 (KSM: 1 to 8 passes).
     pub smart_scan: bool,
-    /// Pages of zeros are taken away rather than merged with each other: they need no mapping. (KSM
+    /// Pages of zeros are discarded instead of merged with each other: they need no mapping. (KSM
     /// has this off by default, because its zero page may have the wrong colour for some caches;
-    /// here there is no page at all.)
+    /// here no page is used at all.)
     pub use_zero_pages: bool,
-    /// Seconds that a pass over all memory should take, if the other settings allow it. (KSM: the
-    /// scan-time advisor.)
+    /// Target duration of a pass over all memory in seconds, as far as the other settings allow it.
+    /// (KSM: the scan-time advisor.)
     pub target_scan_seconds: Option<u64>,
-    /// Pages looked at in a second at most, whatever `target_scan_seconds` says.
+    /// Maximum number of pages scanned per second, whatever `target_scan_seconds` says.
     pub pages_per_second: Option<u64>,
-    /// Share of one processor that merging may use at most, in percent, whatever the other settings
+    /// Maximum share of one processor that merging may use, in percent, whatever the other settings
     /// say.
     pub max_cpu_percent: u32,
-    /// A pass over all memory begins no earlier than this after the last one began. It says for how
-    /// long a page must be unchanged before it is worth merging: in a small guest a pass alone
-    /// would take a fraction of a second. And each look at a page that was written to costs the
-    /// guest a fault with its next write.
+    /// Minimum time between the begins of two passes over all memory. It determines for how long a
+    /// page must be unchanged before it is worth merging: in a small guest a pass alone would take
+    /// a fraction of a second. And each scan of a page that was written to costs the guest a fault
+    /// at its next write.
     pub min_pass_millisecs: u64,
     /// Passes in which a page must be found unchanged before it is read.
     pub clean_passes: u8,
-    /// Pages found written to in a second at most: as many faults a guest that writes to all of
-    /// them has.
+    /// Maximum number of pages found written to per second: a guest that writes to all of them has
+    /// as many faults.
     pub max_written_per_second: u64,
     /// Passes without a write after which a huge page may be split for merging.
     pub huge_cold_passes: u8,
-    /// Pages of a huge page, of its 512, that must be duplicates or zeros, or it is not split.
+    /// Minimum number of duplicate or zero pages, of the 512 of a huge page, for which it is split.
     ///
     /// With fewer than half of them, more memory would lose the huge mapping than would be saved;
-    /// and Linux's khugepaged makes a huge page again out of 512 pages if no more than 256 are
-    /// shared (`max_ptes_shared`), which would undo the merging.
+    /// and Linux's khugepaged rebuilds a huge page from 512 pages if at most 256 are shared
+    /// (`max_ptes_shared`), which would undo the merging.
     pub huge_min_duplicates: u16,
-    /// Neighbours that must be replaced together once mappings are scarce.
+    /// Number of neighbours that must be replaced together once mappings are scarce.
     ///
     /// A scattered page costs two mappings (about 420 bytes of the kernel's memory, and two of the
-    /// 65,530 that a process may have by default); in runs of eight these are 52 bytes a page, and
-    /// the limit is reached at 1 GiB of merged memory instead of at 128 MiB.
+    /// 65,530 that a process may have by default); in runs of eight these are 52 bytes per page,
+    /// and the limit is reached at 1 GiB of merged memory instead of at 128 MiB.
     pub min_run_pages: u32,
 }
 
@@ -108,29 +107,29 @@ impl Default for Settings {
     }
 }
 
-/// Most sharers that a stable page can have.
+/// Maximum number of sharers that a stable page can have.
 pub const MAX_PAGE_SHARING: u32 = 0x7fff;
 
-/// Why settings were not changed. Nothing is changed then.
+/// Reason why settings were not changed. They all stay unchanged then.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SettingsError {
     /// The setting decides which pages may share, and some do.
     #[error(
-        "{setting} cannot be changed while {merged_pages} pages are merged: set run to unmerge, wait until pages_shared and pages_sharing are 0, \
-         and try again"
+        "{setting} cannot be changed while {merged_pages} pages are merged: set run to unmerge, \
+         wait until pages_shared and pages_sharing are 0, and try again"
     )]
     Merged {
         /// Name of the setting.
         setting: &'static str,
-        /// How many pages are merged.
+        /// Number of merged pages.
         merged_pages: u64,
     },
-    /// A value makes no sense.
+    /// A value is out of range.
     #[error("{setting} is {value}, but must be between {least} and {most}")]
     OutOfRange {
         /// Name of the setting.
         setting: &'static str,
-        /// What was asked for.
+        /// The requested value.
         value: u64,
         /// Smallest value.
         least: u64,
@@ -166,7 +165,7 @@ impl Settings {
         within("min_run_pages", self.min_run_pages.into(), 1, 512)
     }
 
-    /// Name of a setting in `other` that decides which pages may share, and is different there.
+    /// Name of a setting in `other` that decides which pages may share, and differs there.
     pub(crate) fn decides_sharing(&self, other: &Self) -> Option<&'static str> {
         if self.merge_across_nodes != other.merge_across_nodes {
             Some("merge_across_nodes")
@@ -183,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn defaults_are_allowed_and_what_makes_no_sense_is_not() {
+    fn defaults_are_valid_and_out_of_range_values_are_not() {
         assert_eq!(Settings::default().check(), Ok(()));
         let refused = [
             Settings { pages_to_scan: 0, ..Settings::default() },

@@ -1,4 +1,4 @@
-//! Where stable pages are.
+//! Slots for stable pages.
 
 use std::io;
 
@@ -9,23 +9,24 @@ use crate::memory::Node;
 
 /// Memory files with room for stable pages, by node.
 pub trait Slots {
-    /// Appends `pages` free slots of `node` ([`Node::ANY`]: wherever the kernel likes), neighbours
-    /// in ascending order as far as possible. After an error none.
+    /// Appends `pages` free slots of `node` ([`Node::ANY`]: any node), neighbours in ascending
+    /// order as far as possible; none after an error.
     fn allocate(&mut self, node: Node, pages: usize, slots: &mut Vec<StableSlot>)
     -> io::Result<()>;
 
-    /// Fills as many neighbouring slots from `first` on as there are pages in `contents`. They were
+    /// Fills neighbouring slots from `first` on, one for each page in `contents`. They were
     /// allocated and are not mapped.
     fn write(&mut self, first: StableSlot, contents: &[u8]) -> io::Result<()>;
 
-    /// Copies a page that was written into `content`.
+    /// Copies a written page into `content`.
     fn read(&self, slot: StableSlot, content: &mut [u8]) -> io::Result<()>;
 
-    /// Gives a slot, which is not mapped, back to the host. Returns the number of the segment if it
-    /// was the last one of it, and the segment was closed.
+    /// Frees a slot that is not mapped. Returns the number of the segment if this was its last
+    /// slot, and the segment was closed.
     fn free(&mut self, slot: StableSlot) -> Option<u32>;
 
-    /// Pages that the segments may have memory for, whether their slots are in use or not.
+    /// Number of pages for which the segments may have memory, whether their slots are in use or
+    /// not.
     fn capacity(&self) -> u64;
 }
 

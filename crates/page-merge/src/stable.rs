@@ -18,14 +18,14 @@ use crate::{
 use chains::Chains;
 use entries::{Entries, Entry};
 
-/// Stable pages of one domain: by themselves the store of a machine that shares its pages with no
-/// other, and in a broker's ledger those of all its clients.
+/// Stable pages of one domain: the store of a machine that shares its pages with no other one, or
+/// part of a broker's ledger for all its clients.
 ///
-/// A content has one stable page. When that has as many sharers as it may have, another stable page
-/// with the same content is made, and they form a *chain* (as in Linux's mm/ksm.c: unmapping a page
-/// with millions of sharers would take the kernel too long). A page of a chain without sharers goes
-/// back to the host at once, and a chain with one page left is none any more. New sharers go to the
-/// fullest page that has room, so that the others run empty.
+/// A content normally has one stable page. When that has the maximum number of sharers, another
+/// stable page with the same content is made, and they form a *chain* (as in Linux's mm/ksm.c:
+/// unmapping a page with millions of sharers would take the kernel too long). A page of a chain
+/// without sharers is freed immediately, and a chain with one page left is dissolved. New sharers
+/// go to the fullest page that has room, so that the others become empty.
 ///
 /// A stable page takes eight bytes, and five to seven in the index.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ pub struct StablePages<T> {
     entries: Entries,
 }
 
-/// Stable pages of one node that may get more sharers some day.
+/// Stable pages of one node that may get more sharers.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 struct Index {
@@ -48,35 +48,35 @@ struct Index {
     chains: Chains,
 }
 
-/// What there is of a content.
+/// Result of looking up a content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Found {
     /// No stable page that could ever get another sharer.
     Nothing,
-    /// Stable pages, all of which have as many sharers as they may have.
+    /// Stable pages, all of which have the maximum number of sharers.
     Full,
-    /// The stable page that should get the next sharer.
+    /// The stable page for the next sharer.
     Available(Number),
 }
 
-/// Number of a stable page in this store, by which it is found faster than by its slot.
+/// Number of a stable page in this store; a faster key than its slot.
 pub(crate) type Number = u32;
 
-/// What became of a stable page that lost references.
+/// Result of dropping references to a stable page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Dropped {
-    /// The node that it was made for.
+    /// The node for which it was made.
     pub(crate) node: Node,
-    /// Whether there are others left.
+    /// Whether references are left.
     pub(crate) left: Left,
 }
 
 /// Whether a stable page has references left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Left {
-    /// It has.
+    /// Some are left.
     Some,
-    /// It is gone, and with it its segment, if there is the number of one.
+    /// None: the stable page is freed, and with it its segment if it has a number.
     None {
         /// Number of the segment.
         closed: Option<u32>,
@@ -84,17 +84,17 @@ pub(crate) enum Left {
 }
 
 impl<T: Slots> StablePages<T> {
-    /// None yet; they will be in `slots`.
+    /// Creates an empty set of stable pages in `slots`.
     pub fn new(slots: T) -> Self {
         Self { slots, max_page_sharing: 256, indexes: Vec::new(), entries: Entries::default() }
     }
 
-    /// Where the stable pages are.
+    /// The slots.
     pub fn slots(&self) -> &T {
         &self.slots
     }
 
-    /// Shares and reservations of a stable page; 0 if there is none in this slot.
+    /// Shares and reservations of a stable page; 0 if the slot has none.
     pub fn references(&self, slot: StableSlot) -> u32 {
         self.entries.number(slot).map_or(0, |number| self.entries.get(number).references().into())
     }
@@ -104,12 +104,12 @@ impl<T: Slots> StablePages<T> {
         self.entries.len()
     }
 
-    /// The node that a stable page was made for.
+    /// The node for which a stable page was made.
     pub(crate) fn node(&self, slot: StableSlot) -> Option<Node> {
         Some(self.entries.node(self.entries.number(slot)?))
     }
 
-    /// What there is of a content on a node.
+    /// Looks up a content on a node.
     pub(crate) fn find(&self, node: Node, hash: PageHash) -> Found {
         let Some(index) = self.indexes.iter().find(|index| index.node == node) else {
             return Found::Nothing;
@@ -130,16 +130,16 @@ impl<T: Slots> StablePages<T> {
         self.entries.slot(number)
     }
 
-    /// One reference more to a stable page that is [`Found::Available`].
+    /// Adds a reference to a stable page that is [`Found::Available`].
     pub(crate) fn reserve(&mut self, number: Number) -> StableSlot {
         self.set_references(number, self.entries.get(number).references() + 1);
         self.entries.slot(number)
     }
 
-    /// Fewer references to a stable page; `None` if there is none. Without any it is gone.
+    /// Drops references to a stable page; `None` if there is none. It is freed with the last one.
     pub(crate) fn drop_references(&mut self, slot: StableSlot, count: u32) -> Option<Dropped> {
         let Some(number) = self.entries.number(slot) else {
-            tracing::error!(?slot, "a share of a stable page that does not exist was given up");
+            tracing::error!(?slot, "a share of a stable page that does not exist was released");
             return None;
         };
         let node = self.entries.node(number);
@@ -157,7 +157,7 @@ impl<T: Slots> StablePages<T> {
     }
 
     /// Makes stable pages with one reference each out of `contents`, one for each of `hashes`, and
-    /// appends their slots. After an error there are none.
+    /// appends their slots; none after an error.
     pub(crate) fn make(
         &mut self,
         node: Node,
@@ -206,7 +206,7 @@ impl<T: Slots> StablePages<T> {
         self.entries.set(number, entry.with_references(references));
     }
 
-    /// Puts a new stable page into the index.
+    /// Adds a new stable page to the index.
     fn put(&mut self, index: usize, number: Number) {
         let entry = self.entries.get(number);
         let (hash, entries) = (entry.hash(), &self.entries);
@@ -223,7 +223,7 @@ impl<T: Slots> StablePages<T> {
         }
     }
 
-    /// Takes a stable page out of the index.
+    /// Removes a stable page from the index.
     fn take_out(&mut self, number: Number) {
         let entry = self.entries.get(number);
         let node = self.entries.node(number);
@@ -248,7 +248,7 @@ impl<T: Slots> StableStore for StablePages<T> {
     ) -> Result<(), StoreError> {
         for &hash in hashes {
             answers.push(match self.find(node, hash) {
-                // Without another process that has such a page a full one is of no use.
+                // Without another process that has such a page a full one is useless.
                 Found::Nothing | Found::Full => Answer::Unknown,
                 Found::Available(number) => Answer::Stable(self.reserve(number)),
             });
@@ -268,7 +268,7 @@ impl<T: Slots> StableStore for StablePages<T> {
     }
 
     fn shared(&mut self, _slot: StableSlot) {
-        // A reservation is counted as a share already.
+        // A reservation already counts as a share.
     }
 
     fn unused(&mut self, slot: StableSlot) {

@@ -8,47 +8,46 @@ use ebb_guest_ram::StableSlot;
 use crate::hash::PageHash;
 use crate::memory::Node;
 
-/// What a store knows of a content.
+/// A store's answer for a content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// Nothing. A store that is shared with others remembers that it was asked.
+    /// No stable page. A store that is shared with others remembers the query.
     Unknown,
     /// A stable page with this hash that may get one more sharer.
     Stable(StableSlot),
-    /// No stable page yet, but somebody else has a page like this: it is worth publishing.
+    /// No stable page yet, but another process has an equal page: it is worth publishing.
     Wanted,
 }
 
-/// Why a store could not do what it was asked for.
+/// Reason why a store could not complete a request.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The memory file could not be made or made larger.
+    /// The memory file could not be created or extended.
     #[error("no room for another stable page on {node}: {source}")]
     NoRoom {
-        /// Where it should have been.
+        /// The node of the page.
         node: Node,
-        /// What the kernel said.
+        /// The system error.
         source: io::Error,
     },
-    /// The store is another process, which is gone or does not answer. What is merged stays as it
-    /// is.
+    /// The store is in another process, which is gone or does not answer. Merged pages stay merged.
     #[error("the broker of stable pages is gone: {0}")]
     Gone(String),
-    /// The store is another process, which did not answer in time. It may answer later.
+    /// The store is in another process, which did not answer in time. It may answer later.
     #[error("the broker of stable pages did not answer within {0:?}")]
     Late(Duration),
 }
 
-/// What there is in a store.
+/// Counts of a store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StoreCounts {
     /// Stable pages with at least one sharer among the pages that use this store.
     pub pages_shared: u64,
-    /// Contents that several stable pages have, because one has as many sharers as it may have.
+    /// Contents with several stable pages, because one has the maximum number of sharers.
     pub stable_node_chains: u64,
     /// Stable pages with such contents.
     pub stable_node_dups: u64,
-    /// Memory that the store's own tables take up in this process.
+    /// Memory of the store's tables in this process, in bytes.
     pub metadata_bytes: u64,
 }
 
@@ -75,41 +74,38 @@ pub trait StableStore {
         slots: &mut Vec<StableSlot>,
     ) -> Result<(), StoreError>;
 
-    /// A page has this slot in its place now, under a reservation.
+    /// A page is now backed by this slot, under a reservation.
     fn shared(&mut self, slot: StableSlot);
 
-    /// A reservation is not needed. Without sharers and reservations the slot is given back to the
-    /// host.
+    /// A reservation is not used. Without sharers and reservations the slot is freed.
     fn unused(&mut self, slot: StableSlot);
 
-    /// A page has given up its share. Without sharers and reservations the slot is given back to
-    /// the host.
+    /// A page has released its share. Without sharers and reservations the slot is freed.
     fn release(&mut self, slot: StableSlot);
 
-    /// No more sharers for this slot: its page is not on the node that it should be on. The shares
-    /// it has stay valid.
+    /// Admits no more sharers of this slot: its page is on the wrong node. Its shares stay valid.
     fn retire(&mut self, slot: StableSlot) {
         let _ = slot;
     }
 
-    /// How many pages may share one stable page from now on. Nothing is shared at the moment. (A
-    /// store that is shared with others has rules of its own.)
+    /// Sets the maximum number of pages that share one stable page from now on. Nothing is shared
+    /// at the moment. (A store that is shared with others has its own limit.)
     fn limit_sharing(&mut self, max_page_sharing: u32) {
         let _ = max_page_sharing;
     }
 
-    /// What there is.
+    /// The store's counts.
     fn counts(&self) -> StoreCounts {
         StoreCounts::default()
     }
 
-    /// Appends hashes that were [`Answer::Unknown`] once and have a stable page by now (for stores
+    /// Appends hashes that were [`Answer::Unknown`] and have a stable page by now (for stores
     /// shared with others).
     fn take_notifications(&mut self, notifications: &mut Vec<(Node, PageHash)>) {
         let _ = notifications;
     }
 
-    /// Why the store is lost, once it is. A lost store never comes back.
+    /// Reason for the loss of the store, once it is lost. A lost store never comes back.
     fn why_gone(&self) -> Option<&str> {
         None
     }

@@ -1,19 +1,19 @@
-//! Hash table of 32-bit numbers with five bytes a cell. The hashes themselves are kept elsewhere,
-//! once.
+//! Hash table of 32-bit numbers with five bytes per cell. The hashes themselves are stored
+//! elsewhere, once.
 
 use crate::hash::PageHash;
 
-/// The table is cut into this many parts that grow on their own, so that growing needs little
-/// memory and time at once.
+/// Number of parts of the table, which grow independently, so that growing needs little memory and
+/// time at once.
 const PARTS: usize = 64;
 /// Tag of a cell that was never used.
 const EMPTY: u8 = 0;
-/// Tag of a cell whose number was taken out.
+/// Tag of a cell whose number was removed.
 const DELETED: u8 = 1;
-/// Cells of a part that has any.
+/// Minimum number of cells of a non-empty part.
 const LEAST_CELLS: usize = 8;
 
-/// Numbers by the hash of what they stand for; several may have the same hash.
+/// Numbers by the hash of the items that they represent; several may have the same hash.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Table {
     parts: Vec<Part>,
@@ -30,7 +30,7 @@ struct Part {
     deleted: usize,
 }
 
-/// Some bits of the hash, so that few cells have to be followed to what they stand for.
+/// Some bits of the hash, so that few cells have to be followed to their items.
 fn tag(hash: PageHash) -> u8 {
     ((hash.get() >> 32) % 254) as u8 + 2
 }
@@ -40,12 +40,12 @@ fn part(hash: PageHash) -> usize {
 }
 
 impl Part {
-    /// Where the search for `hash` begins.
+    /// Cell at which the search for `hash` begins.
     fn home(&self, hash: PageHash) -> usize {
         (((hash.get() & 0xffff_ffff) * self.tags.len() as u64) >> 32) as usize
     }
 
-    /// Cells from the home of `hash` on, to the first empty one.
+    /// Cells from the home of `hash` on, up to the first empty one.
     fn find(&self, hash: PageHash, mut accept: impl FnMut(u32) -> bool) -> Option<usize> {
         let cells = self.tags.len();
         let (tag, mut cell) = (tag(hash), if cells == 0 { 0 } else { self.home(hash) });
@@ -98,13 +98,13 @@ impl Table {
         self.len
     }
 
-    /// The first number with this hash (and, rarely, another hash) that `accept` takes.
+    /// The first number with this hash (and, rarely, another hash) that `accept` accepts.
     pub(crate) fn find(&self, hash: PageHash, mut accept: impl FnMut(u32) -> bool) -> Option<u32> {
         let part = self.parts.get(part(hash))?;
         part.find(hash, &mut accept).map(|cell| part.numbers[cell])
     }
 
-    /// Puts `number` in. `hash_of` tells the hashes of numbers that are in already.
+    /// Inserts `number`. `hash_of` returns the hashes of numbers that are already there.
     pub(crate) fn insert(
         &mut self,
         hash: PageHash,
@@ -122,7 +122,7 @@ impl Table {
         self.len += 1;
     }
 
-    /// Takes `number` out; `false` if it was not there under this hash.
+    /// Removes `number`; returns `false` if it was not there under this hash.
     pub(crate) fn remove(
         &mut self,
         hash: PageHash,
@@ -141,7 +141,7 @@ impl Table {
         true
     }
 
-    /// Memory of the cells.
+    /// Memory of the cells, in bytes.
     pub(crate) fn memory_bytes(&self) -> u64 {
         let cells: usize = self.parts.iter().map(|part| part.tags.len()).sum();
         (cells * (size_of::<u8>() + size_of::<u32>()) + self.parts.len() * size_of::<Part>()) as u64
@@ -174,7 +174,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn holds_what_was_put_in_and_not_taken_out(steps in prop::collection::vec((any::<bool>(), 0_u32..400), 0..1500)) {
+        fn contains_inserted_and_not_removed_numbers(
+            steps in prop::collection::vec((any::<bool>(), 0_u32..400), 0..1500),
+        ) {
             let mut table = Table::default();
             let mut model = BTreeSet::new();
             for (put, number) in steps {
@@ -183,12 +185,14 @@ mod tests {
                         table.insert(hash_of(number), number, hash_of);
                     }
                 } else {
-                    prop_assert_eq!(table.remove(hash_of(number), number, hash_of), model.remove(&number));
+                    let removed = table.remove(hash_of(number), number, hash_of);
+                    prop_assert_eq!(removed, model.remove(&number));
                 }
                 prop_assert_eq!(table.len(), model.len());
             }
             for residue in 0..97 {
-                let expected: BTreeSet<u32> = model.iter().copied().filter(|number| number % 97 == residue).collect();
+                let expected: BTreeSet<u32> =
+                    model.iter().copied().filter(|number| number % 97 == residue).collect();
                 prop_assert_eq!(all_with(&table, hash_of(residue)), expected);
             }
         }

@@ -1,4 +1,4 @@
-//! The merging thread: steps and sleeps, and answers to others in between.
+//! The merging thread: steps and sleeps, and answers to other threads in between.
 
 use std::{sync::Arc, time::Duration};
 
@@ -11,13 +11,13 @@ use crate::{
     store::StableStore,
 };
 
-/// Pages of one step at most, so that pausing and changing settings need not wait for long. More
-/// than that between two sleeps are several steps without a sleep.
+/// Maximum number of pages of one step, so that pausing and changing settings do not take long.
+/// More pages than that between two sleeps are several steps without a sleep.
 const STEP_PAGES: u64 = 4096;
 
 /// Clocks of the merging thread.
 pub trait Clock {
-    /// Time since some moment; never goes back.
+    /// Time since some fixed moment; never goes back.
     fn now(&self) -> Duration;
     /// Processor time of the calling thread.
     fn cpu(&self) -> Duration;
@@ -42,18 +42,18 @@ fn since_zero(clock: rustix::time::ClockId) -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// A [`Merger`] that paces itself as its settings say, on a thread of its own.
+/// A [`Merger`] that paces itself by its settings, on a thread of its own.
 pub struct Worker<M, S> {
     merger: Merger<M, S>,
     control: Arc<Control>,
-    /// When the pass began; `None` if none has, or if it was interrupted.
+    /// Begin of the pass; `None` if none has begun, or if it was interrupted.
     pass: Option<Duration>,
-    /// Since the last sleep.
+    /// Effort since the last sleep.
     effort: Effort,
 }
 
 impl<M: Memory, S: StableStore> Worker<M, S> {
-    /// Makes a worker of `merger`, and what other threads talk to it by.
+    /// Makes a worker of `merger`, and its control for other threads.
     pub fn new(merger: Merger<M, S>) -> (Self, Arc<Control>) {
         let control = Control::new(merger.settings().clone());
         let worker =
@@ -68,7 +68,7 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
         self.control.publish(merger.statistics(), merger.last_error(), why_gone);
     }
 
-    /// What it works with.
+    /// The merger.
     pub fn merger_mut(&mut self) -> &mut Merger<M, S> {
         &mut self.merger
     }
@@ -83,7 +83,7 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
                 Next::Change(ticket, settings) => {
                     let answer = self.merger.change(settings);
                     self.pass = None;
-                    // Work done at the old pace must not be slept off at the new one.
+                    // Work done at the old pace must not be compensated by sleep at the new one.
                     self.effort = Effort::default();
                     self.publish();
                     self.control.answer(ticket, self.merger.settings(), answer);
@@ -95,7 +95,7 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
         self.control.set_life(Life::Ended);
     }
 
-    /// One step; returns how long to sleep then, `None` for until something happens.
+    /// Runs one step; returns the length of the following sleep, `None` for until an event.
     /// ([`run`](Self::run) calls it; call it directly only without `run`.)
     pub fn turn(&mut self, clock: &impl Clock) -> Option<Duration> {
         let (begin, cpu) = (clock.now(), clock.cpu());
@@ -112,7 +112,7 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
         let sleep = match settings.run {
             Run::Stop => None,
             Run::Unmerge if step.finished_pass => None,
-            // What could not be unmerged is tried again.
+            // Failed unmerging is retried.
             Run::Unmerge => Some(Duration::from_millis(u64::from(step.pages == 0))),
             Run::Merge if step.finished_pass => {
                 self.pass = None;

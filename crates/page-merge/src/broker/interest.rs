@@ -300,15 +300,19 @@ mod tests {
                     Step::Ask(hash, client) => {
                         let others = model.iter().any(|&(h, c)| h == hash && c != client);
                         let expected = if others { Before::Another } else { Before::Nobody };
-                        prop_assert_eq!(asked.ask(PageHash::new(hash), Asker(client), LIMIT), expected);
+                        let before = asked.ask(PageHash::new(hash), Asker(client), LIMIT);
+                        prop_assert_eq!(before, expected);
                         model.insert((hash, client));
                     }
                     Step::Take(hash) => {
                         let mut askers = Vec::new();
                         asked.take(PageHash::new(hash), &mut askers);
                         askers.sort();
-                        let expected: Vec<_> =
-                            model.iter().filter(|(h, _)| *h == hash).map(|&(_, c)| Asker(c)).collect();
+                        let expected: Vec<_> = model
+                            .iter()
+                            .filter(|(h, _)| *h == hash)
+                            .map(|&(_, c)| Asker(c))
+                            .collect();
                         prop_assert_eq!(askers, expected);
                         model.retain(|(h, _)| *h != hash);
                     }

@@ -1,4 +1,4 @@
-//! In which order settings may be changed.
+//! Order of changes to settings.
 
 use super::error::KsmError;
 use super::knobs::{ADVISOR_NONE, ADVISOR_SCAN_TIME, Knob, RUN_UNMERGE, Values};
@@ -8,18 +8,18 @@ use super::knobs::{ADVISOR_NONE, ADVISOR_SCAN_TIME, Knob, RUN_UNMERGE, Values};
 pub(super) enum Action {
     /// Write a value.
     Write(Knob, u64),
-    /// Unmerge everything and wait until nothing is shared; `run` is 2 afterwards.
+    /// Unmerge everything and wait until no page is shared; `run` is 2 afterwards.
     Unmerge,
 }
 
-/// The steps from `present` to `wanted`; what is not in `wanted` stays as it is.
+/// The steps from `present` to `wanted`; settings that `wanted` lacks stay unchanged.
 ///
-/// - `merge_across_nodes` and `max_page_sharing` come after everything was unmerged; otherwise the
-///   kernel refuses them, or, worse, pages of the old trees would stay (patch "ksm: allow trees per
-///   NUMA node", 2013).
-/// - `advisor_mode` comes before `pages_to_scan`, which cannot be written while there is an
-///   advisor, and which the kernel sets anew when the advisor goes.
-/// - `run` comes last, so that no page is merged under a setting that is about to change.
+/// - `merge_across_nodes` and `max_page_sharing` are written after everything was unmerged;
+///   otherwise the kernel refuses them, or, worse, pages of the old trees would remain (patch "ksm:
+///   allow trees per NUMA node", 2013).
+/// - `advisor_mode` is written before `pages_to_scan`, which cannot be written while an advisor is
+///   active, and which the kernel resets when the advisor is turned off.
+/// - `run` is written last, so that no page is merged under a setting that is about to change.
 pub(super) fn plan(present: &Values, wanted: &Values) -> Result<Vec<Action>, KsmError> {
     if let Some((knob, _)) = wanted.iter().find(|(knob, _)| present.get(*knob).is_none()) {
         return Err(KsmError::NoKnob { knob });
@@ -45,7 +45,7 @@ pub(super) fn plan(present: &Values, wanted: &Values) -> Result<Vec<Action>, Ksm
         let value = match knob {
             Knob::Run | Knob::AdvisorMode | Knob::MergeAcrossNodes | Knob::MaxPageSharing => None,
             Knob::PagesToScan if advisor == ADVISOR_SCAN_TIME => None,
-            // An advisor that goes leaves another value than the one that was read.
+            // Turning the advisor off resets the value that was read.
             Knob::PagesToScan if present.get(Knob::AdvisorMode) != Some(advisor) => {
                 wanted.get(knob)
             }

@@ -1,9 +1,9 @@
-//! The one trust domain that the kernel merges pages for: a file that all monitors of the host
+//! The one trust domain for which the kernel merges pages: a file that all monitors of the host
 //! lock.
 //!
-//! The kernel merges the pages of all processes that let it, whosever they are. So each of them
-//! holds a shared lock on a file that names their domain. A process that gets the file for itself
-//! alone writes its own domain into it. The locks end with the processes, however they end.
+//! The kernel merges the pages of all processes that allow it, whatever their owner. So each of
+//! them holds a shared lock on a file that names their domain. A process that gets an exclusive
+//! lock writes its own domain into the file. The locks end with the processes, however they end.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, Write as _};
@@ -17,18 +17,19 @@ use rustix::io::Errno;
 
 use super::error::KsmError;
 
-/// The folder of the file.
+/// Directory of the file.
 pub const RUN_FOLDER: &str = "/run/ebb";
-/// Name of the file: the number of the process that has named the domain, and the domain.
+/// Name of the file, which contains the ID of the process that wrote it, and the domain.
 const FILE_NAME: &str = "ksm-domain";
-/// Longest content of the file that is read.
+/// Maximum length of the file's content.
 const LONGEST_BYTES: u64 = 512;
-/// How long to try: others lock the file exclusively for microseconds.
+/// Time limit for locking: others hold the exclusive lock for microseconds.
 const LOCK_LIMIT: Duration = Duration::from_secs(5);
 const LOCK_PAUSE: Duration = Duration::from_millis(5);
 
-/// This process may let the kernel merge its pages, and processes of other trust domains may not.
-/// It holds until it is dropped; memory that was offered to the kernel must be gone by then.
+/// Permission for this process to let the kernel merge its pages, which excludes processes of other
+/// trust domains. It lasts until it is dropped; memory that was advised mergeable must be unmapped
+/// by then.
 #[derive(Debug)]
 pub struct KernelDomain {
     /// Locked.
@@ -36,11 +37,11 @@ pub struct KernelDomain {
 }
 
 impl KernelDomain {
-    /// Joins `domain`; the file is in `folder` ([`RUN_FOLDER`]). Makes both if they are not there.
+    /// Joins `domain`; the file is in `folder` ([`RUN_FOLDER`]). Creates both if they do not exist.
     ///
     /// # Errors
-    /// [`KsmError::OtherDomain`] while there are processes of another one; [`KsmError::Domain`]
-    /// where the file cannot be used: it is its owner's alone, so that other users of the host
+    /// [`KsmError::OtherDomain`] while processes of another domain exist; [`KsmError::Domain`]
+    /// where the file cannot be used: only its owner may access it, so that other users of the host
     /// cannot keep it locked.
     pub fn join(folder: &Path, domain: &str) -> Result<Self, KsmError> {
         let path = folder.join(FILE_NAME);
@@ -49,7 +50,11 @@ impl KernelDomain {
             move |source| KsmError::Domain { action, path, source }
         };
         let mut builder = DirBuilder::new();
-        builder.recursive(true).mode(0o755).create(folder).map_err(error("make the folder of"))?;
+        builder
+            .recursive(true)
+            .mode(0o755)
+            .create(folder)
+            .map_err(error("create the directory of"))?;
         let begin = Instant::now();
         loop {
             let file = open(&path).map_err(error("open"))?;
@@ -70,7 +75,7 @@ impl KernelDomain {
         }
     }
 
-    /// Names the domain in the file if no other process uses it, and takes a shared lock.
+    /// Writes the domain into the file if no other process uses it, and takes a shared lock.
     fn lock(mut file: File, path: &Path, domain: &str) -> io::Result<Locked> {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {
@@ -82,9 +87,9 @@ impl KernelDomain {
             Err(Errno::WOULDBLOCK) => {}
             Err(errno) => return Err(errno.into()),
         }
-        // The exclusive lock is gone for a moment before this one is there, and another process may
-        // have written its own domain meanwhile: what counts is what the file says from now on,
-        // when it cannot be written any more.
+        // Between the exclusive lock and this one the file is unlocked for a moment, and another
+        // process may have written its own domain: only the content read under this lock counts,
+        // since it can no longer be changed.
         match flock(&file, FlockOperation::NonBlockingLockShared) {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK | Errno::INTR) => return Ok(Locked::InVain),
@@ -106,9 +111,9 @@ impl KernelDomain {
     }
 }
 
-/// What came of an attempt to lock the file.
+/// Result of an attempt to lock the file.
 enum Locked {
-    /// Another process is about to name its domain, or the file was replaced.
+    /// Another process is about to write its domain, or the file was replaced.
     InVain,
     /// The locked file, with the process and the domain that it names.
     With(File, Option<(u32, String)>),

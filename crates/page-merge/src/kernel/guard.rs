@@ -1,13 +1,13 @@
-//! KSM's settings, changed for a while.
+//! Temporary changes of KSM's settings.
 
 use super::error::KsmError;
 use super::knobs::Values;
 use super::sysfs::Ksm;
 
-/// The right to change KSM's settings for the whole host. When it is dropped, all of them are as
-/// they were when it was made.
+/// The right to change KSM's settings for the whole host. Dropping it restores all settings to
+/// their values at its creation.
 ///
-/// There should be one at a time; nothing keeps other programs from changing them meanwhile.
+/// There should be one at a time; other programs can still change the settings meanwhile.
 #[derive(Debug)]
 pub struct KsmGuard {
     ksm: Ksm,
@@ -15,22 +15,22 @@ pub struct KsmGuard {
 }
 
 impl KsmGuard {
-    /// Notes the present settings.
+    /// Records the present settings.
     ///
     /// # Errors
-    /// [`KsmError::Permission`] if this user may not change them, or why they cannot be read.
+    /// [`KsmError::Permission`] if this user may not change them, or the error of reading them.
     pub fn new(ksm: Ksm) -> Result<Self, KsmError> {
         ksm.check_writable()?;
         let before = ksm.settings()?;
         Ok(Self { ksm, before })
     }
 
-    /// KSM, with everything that can be done to it.
+    /// KSM, without restrictions.
     pub fn ksm(&self) -> &Ksm {
         &self.ksm
     }
 
-    /// The settings as they were.
+    /// The settings at the guard's creation.
     pub fn before(&self) -> &Values {
         &self.before
     }
@@ -39,7 +39,7 @@ impl KsmGuard {
 impl Drop for KsmGuard {
     fn drop(&mut self) {
         if let Err(error) = self.ksm.apply(&self.before) {
-            tracing::warn!("the settings of KSM may not be what they were before: {error}");
+            tracing::warn!("KSM's settings may not have been restored: {error}");
         }
     }
 }

@@ -5,40 +5,40 @@ use std::fmt;
 /// A setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Knob {
-    /// 0: stop, what is merged stays so; 1: merge; 2: unmerge all, then stop.
+    /// 0: stop, merged pages stay merged; 1: merge; 2: unmerge all, then stop.
     Run,
-    /// Pages looked at before each rest.
+    /// Pages scanned before each sleep.
     PagesToScan,
-    /// Length of a rest.
+    /// Length of a sleep.
     SleepMillisecs,
     /// 1: pages of all NUMA nodes are merged with each other; 0: only those of the same node.
     MergeAcrossNodes,
-    /// How many pages share one at most.
+    /// Maximum number of sharers of a page.
     MaxPageSharing,
-    /// How often lists of copies of a shared page are tidied up.
+    /// Interval of pruning the lists of duplicates of shared pages.
     StableNodeChainsPruneMillisecs,
     /// Whether pages of zeros are merged with the kernel's zero page.
     UseZeroPages,
-    /// Whether pages that could not be merged are looked at less often.
+    /// Whether pages that could not be merged are scanned less often.
     SmartScan,
     /// 0: none; 1: the kernel sets `pages_to_scan` itself so that a scan takes
     /// `advisor_target_scan_time`.
     AdvisorMode,
     /// Share of a processor that the advisor allows, in percent.
     AdvisorMaxCpu,
-    /// The least that the advisor sets.
+    /// Lower bound of the advisor's setting.
     AdvisorMinPagesToScan,
-    /// The most that the advisor sets.
+    /// Upper bound of the advisor's setting.
     AdvisorMaxPagesToScan,
-    /// How long a scan of all pages is to take, in seconds.
+    /// Target duration of a scan of all pages, in seconds.
     AdvisorTargetScanTime,
 }
 
-/// Value of [`Knob::Run`]: nothing new is merged.
+/// Value of [`Knob::Run`]: no further pages are merged.
 pub const RUN_STOP: u64 = 0;
 /// Value of [`Knob::Run`]: pages are merged.
 pub const RUN_MERGE: u64 = 1;
-/// Value of [`Knob::Run`]: all pages get one of their own again.
+/// Value of [`Knob::Run`]: all pages are unmerged.
 pub const RUN_UNMERGE: u64 = 2;
 /// Value of [`Knob::AdvisorMode`].
 pub const ADVISOR_NONE: u64 = 0;
@@ -49,7 +49,7 @@ pub const ADVISOR_SCAN_TIME: u64 = 1;
 const ADVISOR_WORDS: [&str; 2] = ["none", "scan-time"];
 
 impl Knob {
-    /// All of them.
+    /// All settings.
     pub const ALL: [Self; 13] = [
         Self::Run,
         Self::PagesToScan,
@@ -66,7 +66,7 @@ impl Knob {
         Self::AdvisorTargetScanTime,
     ];
 
-    /// Name of its file.
+    /// Name of the setting's file.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Run => "run",
@@ -85,7 +85,7 @@ impl Knob {
         }
     }
 
-    /// The first Linux that has it.
+    /// The first Linux version with this setting.
     pub const fn since(self) -> &'static str {
         match self {
             Self::Run | Self::PagesToScan | Self::SleepMillisecs => "2.6.32",
@@ -101,12 +101,12 @@ impl Knob {
         }
     }
 
-    /// Whether it can only change while nothing is shared.
+    /// Whether the setting can only be changed while no page is shared.
     pub const fn needs_nothing_shared(self) -> bool {
         matches!(self, Self::MergeAcrossNodes | Self::MaxPageSharing)
     }
 
-    /// `value` as it is written.
+    /// `value` in the format of the setting's file.
     pub fn text(self, value: u64) -> String {
         match (self, ADVISOR_WORDS.get(usize::try_from(value).unwrap_or(usize::MAX))) {
             (Self::AdvisorMode, Some(word)) => (*word).to_owned(),
@@ -114,8 +114,8 @@ impl Knob {
         }
     }
 
-    /// The value that the first line of its file says: a number, or for the advisor one word out of
-    /// several, in brackets.
+    /// Parses the first line of the setting's file: a number, or for the advisor the word in
+    /// brackets.
     pub(super) fn parse(self, text: &str) -> Option<u64> {
         let line = text.lines().next()?.trim();
         if self != Self::AdvisorMode {
@@ -136,32 +136,32 @@ impl Knob {
 /// A counter of the whole host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Counter {
-    /// Pages that are shared.
+    /// Shared pages.
     PagesShared,
-    /// Further pages that share them: what is saved.
+    /// Further pages that share them: the saved ones.
     PagesSharing,
-    /// Pages without equal so far, looked at again and again.
+    /// Unique pages that are scanned repeatedly.
     PagesUnshared,
-    /// Pages that change too fast.
+    /// Pages that change too often.
     PagesVolatile,
-    /// Pages looked at so far (Linux 6.1).
+    /// Pages scanned so far (Linux 6.1).
     PagesScanned,
-    /// Pages left out by smart scan (Linux 6.7).
+    /// Pages skipped by smart scan (Linux 6.7).
     PagesSkipped,
-    /// Scans of everything.
+    /// Complete scans.
     FullScans,
     /// Pages merged with the zero page (Linux 6.5).
     KsmZeroPages,
-    /// Bytes saved without the bytes that it costs (Linux 6.4).
+    /// Bytes saved, less the bytes of metadata (Linux 6.4).
     GeneralProfit,
-    /// Pages with more sharers than one may have.
+    /// Pages with more sharers than one page may have.
     StableNodeChains,
-    /// Copies of those.
+    /// Duplicates of those.
     StableNodeDups,
 }
 
 impl Counter {
-    /// All of them.
+    /// All counters.
     pub const ALL: [Self; 11] = [
         Self::PagesShared,
         Self::PagesSharing,
@@ -176,7 +176,7 @@ impl Counter {
         Self::StableNodeDups,
     ];
 
-    /// Name of its file.
+    /// Name of the counter's file.
     pub const fn name(self) -> &'static str {
         match self {
             Self::PagesShared => "pages_shared",
@@ -194,8 +194,7 @@ impl Counter {
     }
 }
 
-/// Values of some settings; the others are not there (the kernel does not have them), or are to
-/// stay as they are.
+/// Values of some settings; absent ones do not exist in this kernel, or are to stay unchanged.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub struct Values([Option<u64>; Knob::ALL.len()]);
 
@@ -215,19 +214,19 @@ impl Values {
         self.0[knob.index()] = Some(value);
     }
 
-    /// The same with a value for `knob`.
+    /// Returns the values with `knob` set to `value`.
     #[must_use]
     pub fn with(mut self, knob: Knob, value: u64) -> Self {
         self.set(knob, value);
         self
     }
 
-    /// All that are there.
+    /// All present values.
     pub fn iter(&self) -> impl Iterator<Item = (Knob, u64)> + '_ {
         Knob::ALL.into_iter().filter_map(|knob| Some((knob, self.get(knob)?)))
     }
 
-    /// Whether there is none.
+    /// Whether there are no values.
     pub fn is_empty(&self) -> bool {
         self.0.iter().all(Option::is_none)
     }

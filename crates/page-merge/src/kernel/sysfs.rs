@@ -10,18 +10,18 @@ use super::change::{self, Action};
 use super::error::KsmError;
 use super::knobs::{Counter, Knob, RUN_UNMERGE, Values};
 
-/// How long it may take until nothing is shared any more, after the kernel has unmerged everything
-/// that it knows of.
+/// Time limit until no page is shared any more, after the kernel has unmerged all pages that it
+/// knows of.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How often it is looked whether it has.
+/// Interval of checking that.
 const POLL: Duration = Duration::from_millis(10);
 
 /// A file of KSM.
 #[derive(Debug)]
 enum Access {
-    /// It can be changed.
+    /// The file can be written.
     Writable(File),
-    /// It can be read; why it cannot be changed.
+    /// The file can only be read, with the reason.
     Readable(File, io::ErrorKind),
 }
 
@@ -33,7 +33,7 @@ impl Access {
     }
 }
 
-/// What KSM has counted for the whole host; `None` for what this kernel does not count.
+/// KSM's counters for the whole host; `None` for those that this kernel lacks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters([Option<i64>; Counter::ALL.len()]);
 
@@ -43,7 +43,7 @@ impl Counters {
         self.0[counter as usize]
     }
 
-    /// A counter that never is negative; 0 if this kernel does not have it.
+    /// A counter that is never negative; 0 if this kernel lacks it.
     pub fn count(&self, counter: Counter) -> u64 {
         self.get(counter).and_then(|value| u64::try_from(value).ok()).unwrap_or(0)
     }
@@ -61,8 +61,8 @@ pub struct Ksm {
 }
 
 impl Ksm {
-    /// Opens what is in `directory` ([`SYSFS`](super::SYSFS), or a copy). What this user may not
-    /// change is opened for reading.
+    /// Opens the files in `directory` ([`SYSFS`](super::SYSFS), or a copy). Files that this user
+    /// may not write are opened for reading.
     pub fn open(directory: &Path) -> Result<Self, KsmError> {
         let knobs = Knob::ALL.into_iter().map(|knob| open_knob(&directory.join(knob.name())));
         let counters = Counter::ALL.into_iter().map(|counter| {
@@ -82,7 +82,7 @@ impl Ksm {
         Ok(ksm)
     }
 
-    /// Waits `patience` instead of some seconds for the kernel to share nothing any more.
+    /// Sets the time limit for the kernel to share no page any more.
     #[must_use]
     pub fn with_patience(mut self, patience: Duration) -> Self {
         self.patience = patience;
@@ -107,7 +107,7 @@ impl Ksm {
         }
     }
 
-    /// The present settings, of those that this kernel has.
+    /// The present values of the settings that this kernel has.
     pub fn settings(&self) -> Result<Values, KsmError> {
         let mut values = Values::new();
         for knob in Knob::ALL {
@@ -123,7 +123,7 @@ impl Ksm {
         Ok(values)
     }
 
-    /// What has been counted.
+    /// The counters.
     pub fn counters(&self) -> Result<Counters, KsmError> {
         let mut counters = Counters::default();
         for counter in Counter::ALL {
@@ -144,8 +144,8 @@ impl Ksm {
         Ok(self.counters()?.count(Counter::PagesShared))
     }
 
-    /// Changes settings, in an order in which the kernel takes them. If one of them can only change
-    /// while nothing is shared, everything is unmerged first, on the whole host.
+    /// Changes settings, in an order that the kernel accepts. If one of them can only be changed
+    /// while no page is shared, all pages of the whole host are unmerged first.
     pub fn apply(&self, wanted: &Values) -> Result<(), KsmError> {
         change::plan(&self.settings()?, wanted)?.into_iter().try_for_each(|action| self.act(action))
     }
@@ -157,8 +157,7 @@ impl Ksm {
         }
     }
 
-    /// Gives all merged pages of the host a page of their own again, and waits until nothing is
-    /// shared.
+    /// Unmerges all pages of the host, and waits until none is shared.
     fn unmerge(&self) -> Result<(), KsmError> {
         self.write(Knob::Run, RUN_UNMERGE)?;
         let deadline = Instant::now() + self.patience;
@@ -189,8 +188,8 @@ impl Ksm {
             match file.write_at(text.as_bytes(), 0) {
                 Ok(_) => return Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // Nothing is shared, but the kernel has not got rid of the last shared page itself:
-                // somebody else still looks at it (remove_all_stable_nodes in mm/ksm.c).
+                // No page is shared, but the kernel could not remove the last shared page, which is
+                // still in use elsewhere (remove_all_stable_nodes in mm/ksm.c).
                 Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
                     let pages_shared = self.pages_shared()?;
                     if pages_shared > 0 || Instant::now() >= deadline {
@@ -204,14 +203,14 @@ impl Ksm {
     }
 }
 
-/// The file at `path`, if there is one.
+/// Opens the file at `path`, if it exists.
 fn open_knob(path: &Path) -> Result<Option<Access>, KsmError> {
     let read_error = |source| KsmError::Read { path: path.to_owned(), source };
     match OpenOptions::new().read(true).write(true).open(path) {
         Ok(file) => Ok(Some(Access::Writable(file))),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => {
-            // Denied, or on a file system that is mounted for reading only.
+            // Denied, or on a read-only file system.
             let file = present(File::open(path)).map_err(read_error)?;
             Ok(file.map(|file| Access::Readable(file, error.kind())))
         }
@@ -226,8 +225,7 @@ fn present(opened: io::Result<File>) -> io::Result<Option<File>> {
     }
 }
 
-/// The content of a small file. It is read from its start each time: what the kernel says is made
-/// anew then.
+/// The content of a small file, read from its start: the kernel generates it anew each time.
 fn read(file: &File) -> io::Result<String> {
     let mut buffer = [0; 256];
     let length = loop {

@@ -1,4 +1,4 @@
-//! On a copy of the files, and on this machine's own KSM where there is one.
+//! Tests on a copy of the files, and on this machine's own KSM where available.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -62,7 +62,7 @@ impl Copy {
         fs::write(self.sysfs().join(name), format!("{text}\n")).unwrap();
     }
 
-    /// What was written to a file last.
+    /// The last text written to a file.
     fn read(&self, name: &str) -> String {
         fs::read_to_string(self.sysfs().join(name)).unwrap().lines().next().unwrap().to_owned()
     }
@@ -99,7 +99,7 @@ fn everything_is_read() {
 }
 
 #[test]
-fn an_older_kernel_has_less() {
+fn an_older_kernel_has_fewer_settings() {
     let copy = Copy::new().without(&[
         "smart_scan",
         "advisor_mode",
@@ -121,11 +121,11 @@ fn an_older_kernel_has_less() {
 }
 
 #[test]
-fn what_is_no_number_is_named() {
+fn invalid_numbers_are_reported() {
     let copy = Copy::new();
     copy.write("run", "yes");
     let error = copy.ksm().settings().unwrap_err().to_string();
-    assert!(error.contains("ksm/run holds 'yes'"), "{error}");
+    assert!(error.contains("ksm/run contains 'yes'"), "{error}");
     copy.write("run", "0");
     copy.write("pages_shared", "");
     assert!(matches!(copy.ksm().counters(), Err(KsmError::Strange { .. })));
@@ -149,13 +149,13 @@ fn a_setting_is_not_changed_while_pages_stay_shared() {
     let error = copy.ksm().apply(&merge_apart()).unwrap_err().to_string();
     assert!(error.contains("9 pages"), "{error}");
     assert_eq!(copy.read("merge_across_nodes"), "1");
-    assert_eq!(copy.read("run"), "2", "it was told to unmerge");
+    assert_eq!(copy.read("run"), "2", "it unmerges");
 }
 
 #[test]
-fn only_who_may_write_can_change() {
-    // Root may write to any file, so files that nobody can write to stand in for those of somebody
-    // else.
+fn changes_require_write_permission() {
+    // Root may write any file, so files that cannot be written at all stand in for those of another
+    // user.
     let copy = Copy::new();
     fs::remove_file(copy.sysfs().join("run")).unwrap();
     fs::create_dir(copy.sysfs().join("run")).unwrap();
@@ -165,7 +165,7 @@ fn only_who_may_write_can_change() {
 }
 
 #[test]
-fn all_settings_are_put_back() {
+fn all_settings_are_restored() {
     let copy = Copy::new();
     let guard = KsmGuard::new(copy.ksm()).unwrap();
     guard.ksm().apply(&merge_apart().with(Knob::PagesToScan, 4000)).unwrap();

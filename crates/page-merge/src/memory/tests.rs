@@ -54,9 +54,9 @@ fn passes(merger: &mut Own, passes: u32) -> Statistics {
 }
 
 #[test]
-fn pages_share_what_is_the_same_and_keep_what_is_written() {
+fn equal_pages_are_shared_and_writes_are_kept() {
     let segments = StableSegments::new();
-    // A quarter of zeros, and three contents otherwise.
+    // A quarter of zeros, and three other contents.
     let of = |page: u64| (page / 64 % 4) as u8;
     let ram = match ram(&segments, of) {
         Err(error @ MergeUnavailable::OldKernel { .. }) => {
@@ -79,7 +79,7 @@ fn pages_share_what_is_the_same_and_keep_what_is_written() {
     let resident = ram.resident_bytes().unwrap();
     assert!(resident < 2 * PAGES * PAGE as u64 / 4, "{resident} bytes: {statistics:?}");
     assert!((0..2 * PAGES).all(|page| is_full_of(&ram, page, of(page % PAGES))));
-    // One writes; the other does not see it, and the share is given up.
+    // One writes; the other does not see it, and the share is released.
     (64..96).for_each(|page| write(&ram, page, 77));
     let later = passes(&mut merger, 1);
     assert!(later.pages_sharing + 32 <= statistics.pages_sharing, "{later:?}");
@@ -88,10 +88,9 @@ fn pages_share_what_is_the_same_and_keep_what_is_written() {
     );
 }
 
-/// Half of the pages of one half are written to, and later have
-/// their old content again.
+/// Half of the pages of one half are written to, and later get their old content again.
 #[test]
-fn pages_that_were_written_to_and_back_are_shared_as_before() {
+fn pages_with_restored_content_are_shared_again() {
     let segments = StableSegments::new();
     let of = |page: u64| (page % 200) as u8 + 1;
     let ram = match ram(&segments, of) {
@@ -136,7 +135,7 @@ fn pages_that_were_written_to_and_back_are_shared_as_before() {
     assert_eq!(ram.resident_bytes().unwrap(), 0);
 }
 
-/// Mappings that guest memory consists of.
+/// Number of mappings that guest memory consists of.
 fn mappings_of(ram: &GuestRam) -> usize {
     let region = ram.regions()[0];
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();

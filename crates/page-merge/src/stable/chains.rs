@@ -1,10 +1,10 @@
-//! Contents that several stable pages have.
+//! Contents with several stable pages.
 
 use std::collections::{BTreeSet, HashMap};
 
 use crate::hash::PageHash;
 
-/// Of each such content, the references and the numbers of its stable pages, in order.
+/// For each such content, the references and the numbers of its stable pages, in order.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Chains {
     chains: HashMap<PageHash, BTreeSet<(u16, u32)>>,
@@ -22,7 +22,7 @@ impl Chains {
         self.chains.get(&hash)?.range(..(most, 0)).next_back().map(|(_, number)| *number)
     }
 
-    /// A page with a content that another has already.
+    /// Adds a page with a content that another page already has.
     pub(super) fn add(&mut self, hash: PageHash, first: (u16, u32), another: (u16, u32)) {
         let chain = self.chains.entry(hash).or_default();
         let before = chain.len();
@@ -33,7 +33,7 @@ impl Chains {
         self.pages += (chain.len() - before) as u64;
     }
 
-    /// A page has another number of references.
+    /// Updates the number of references of a page.
     pub(super) fn count(&mut self, hash: PageHash, number: u32, old: u16, new: u16) {
         if let Some(chain) = self.chains.get_mut(&hash)
             && chain.remove(&(old, number))
@@ -42,7 +42,7 @@ impl Chains {
         }
     }
 
-    /// A page is gone. Returns another page of its chain; a chain with one page left is dissolved.
+    /// Removes a page. Returns another page of its chain; a chain with one page left is dissolved.
     pub(super) fn remove(&mut self, hash: PageHash, number: u32, references: u16) -> Option<u32> {
         let chain = self.chains.get_mut(&hash)?;
         self.pages -= u64::from(chain.remove(&(references, number)));

@@ -1,4 +1,4 @@
-//! What is known of each stable page: eight bytes, in chunks of neighbouring slots.
+//! The record of each stable page: eight bytes, in chunks of neighbouring slots.
 
 use std::collections::HashMap;
 
@@ -54,14 +54,14 @@ impl Entry {
 #[derive(Clone, Debug)]
 struct Chunk {
     segment: u32,
-    /// Index of its first slot.
+    /// Index of the chunk's first slot.
     first: u32,
     node: Node,
     used: u32,
     entries: Box<[Entry]>,
 }
 
-/// Entries by slot, and by a number of 32 bits that stands for a slot.
+/// Entries by slot, and by a 32-bit number that represents a slot.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Entries {
     chunks: Vec<Option<Chunk>>,
@@ -96,7 +96,7 @@ impl Entries {
         self.chunk(number).map_or(Node::ANY, |chunk| chunk.node)
     }
 
-    /// The slot that a number stands for.
+    /// The slot that a number represents.
     pub(super) fn slot(&self, number: u32) -> StableSlot {
         let (segment, first) =
             self.chunk(number).map_or((0, 0), |chunk| (chunk.segment, chunk.first));
@@ -161,7 +161,7 @@ impl Entries {
         chunks.flat_map(|chunk| &chunk.entries).copied().filter(|entry| *entry != Entry::NONE)
     }
 
-    /// Memory of all this.
+    /// Memory used, in bytes.
     pub(super) fn memory_bytes(&self) -> u64 {
         let chunk_bytes = CHUNK as usize * size_of::<Entry>();
         let chunks = self.chunks.len() - self.free.len();

@@ -2,7 +2,7 @@ use super::*;
 use crate::testing::{SimSlots, World};
 
 impl<T: Slots> StablePages<T> {
-    /// Counts the index anew.
+    /// Recounts the index.
     pub(crate) fn check(&self) {
         let indexed = self.entries.iter().filter(|entry| !entry.is_retired()).count();
         let found = |index: &Index| {
@@ -43,7 +43,7 @@ fn query(store: &mut StablePages<SimSlots>, node: Node, number: u64) -> Option<S
 }
 
 #[test]
-fn what_is_published_together_has_neighbouring_slots() {
+fn pages_published_together_have_neighbouring_slots() {
     let world = World::new();
     let mut store = store(&world, 256);
     let slots = publish(&mut store, Node::ANY, &(0..2000).collect::<Vec<_>>());
@@ -82,7 +82,7 @@ fn the_last_reference_frees_the_slot() {
     assert_eq!((store.references(slot), world.slots_in_use()), (0, 0));
     assert_eq!(query(&mut store, Node::ANY, 7), None);
     assert_eq!(store.counts().pages_shared, 0);
-    // What does not exist is not counted.
+    // An absent page is not counted.
     store.release(slot);
     assert_eq!(
         store.counts(),
@@ -114,7 +114,7 @@ fn new_sharers_go_to_the_fullest_page_with_room() {
         query(&mut store, Node::ANY, 7),
         Some(first).filter(|_| store.references(next) < 3).or(Some(next))
     );
-    // All go but one: no chain any more, and the one is still found.
+    // All but one leave: the chain is dissolved, and the one is still found.
     while store.references(first) > 0 {
         store.release(first);
     }

@@ -7,8 +7,8 @@ use rustix::fs::{FlockOperation, flock};
 
 use crate::kernel::{Counter, Ksm, KsmGuard, SYSFS, Values};
 
-/// The machine's KSM for one test at a time; its settings are put back in any case. Whatever else
-/// changes them in tests locks the same file.
+/// The machine's KSM for one test at a time; its settings are restored in any case. All tests that
+/// change them lock the same file.
 #[derive(Debug)]
 pub struct MachineKsm {
     guard: KsmGuard,
@@ -16,12 +16,12 @@ pub struct MachineKsm {
 }
 
 impl MachineKsm {
-    /// `None`, with a line that says so, where there is none, or for others than root.
+    /// `None`, with a message, where KSM is unavailable, or without root.
     pub fn take() -> Option<Self> {
         match Self::lock() {
             Ok(taken) => Some(taken),
             Err(problem) => {
-                eprintln!("left out: {problem}");
+                eprintln!("not tested: {problem}");
                 None
             }
         }
@@ -43,12 +43,12 @@ impl MachineKsm {
         self.guard.ksm()
     }
 
-    /// The settings as they were.
+    /// The settings at the beginning.
     pub fn before(&self) -> &Values {
         self.guard.before()
     }
 
-    /// Pages that are shared on the machine.
+    /// Number of pages that are shared on the machine.
     pub fn shared(&self) -> u64 {
         self.ksm().counters().map_or(0, |counters| counters.count(Counter::PagesShared))
     }
@@ -59,7 +59,7 @@ impl Drop for MachineKsm {
         let result = self.ksm().apply(self.before());
         assert!(
             result.is_ok() || std::thread::panicking(),
-            "KSM's settings could not be put back: {result:?}"
+            "KSM's settings could not be restored: {result:?}"
         );
     }
 }

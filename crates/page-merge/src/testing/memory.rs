@@ -1,4 +1,4 @@
-//! A guest's memory, as the core sees it.
+//! A guest's memory, as seen by the core.
 
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange, Pfn};
 use ebb_guest_ram::StableSlot;
@@ -14,7 +14,7 @@ pub struct SimMemory {
     number: usize,
 }
 
-/// The simulation was told to fail.
+/// The simulation was configured to fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("simulated failure")]
 pub struct Failure;
@@ -44,7 +44,7 @@ impl Inner {
 
     fn look(page: &mut Page) -> PageLook {
         if page.excluded {
-            // What is merged stays so, and what was written to is told all the same.
+            // Merged pages stay merged, and writes are reported all the same.
             if let Some(slot) = page.lost.take() {
                 return PageLook::Broken(slot);
             }
@@ -58,7 +58,7 @@ impl Inner {
             (Some(slot), _) => PageLook::Broken(slot),
             (None, Backing::Private) if page.copied > 0 => {
                 page.copied -= 1;
-                // What it was brought back as is new.
+                // The anonymous page is new.
                 page.written = true;
                 PageLook::Copied
             }
@@ -77,7 +77,7 @@ impl Inner {
             return MergeOutcome::Gone;
         };
         match page.backing {
-            // A page that has not yet told that it lost its share must do so first.
+            // A page that has not yet reported its lost share must do so first.
             Backing::Absent | Backing::Merged(_) => return MergeOutcome::Gone,
             _ if page.excluded || page.lost.is_some() || page.copied > 0 => {
                 return MergeOutcome::Gone;
@@ -89,7 +89,7 @@ impl Inner {
             MergeTarget::Zero => Some(0),
             MergeTarget::Slot(slot) => match self.slots.get(&slot) {
                 Some(stable) => stable.content,
-                None => panic!("{pfn} was to be replaced by {slot:?}, which is free"),
+                None => panic!("{pfn} should be replaced by {slot:?}, which is free"),
             },
         };
         if wanted != content {
@@ -113,7 +113,7 @@ impl Inner {
         MergeOutcome::Done
     }
 
-    /// Takes a replacement back.
+    /// Undoes a replacement.
     fn undo(&mut self, vm: usize, &(pfn, target): &(Pfn, MergeTarget)) {
         let content = self.content(vm, pfn).unwrap_or(0);
         if let MergeTarget::Slot(slot) = target {

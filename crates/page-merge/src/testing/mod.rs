@@ -1,5 +1,5 @@
-//! A simulated host: memory of virtual machines that share stable pages, with everything that may
-//! come in between. And the machine's own KSM, for tests that change it.
+//! A simulated host: memory of virtual machines that share stable pages, with concurrent events of
+//! all kinds. And the machine's own KSM, for tests that change it.
 
 mod machine_ksm;
 mod memory;
@@ -17,18 +17,18 @@ use std::{cell::Cell, time::Duration};
 
 use crate::Clock;
 
-/// A clock that goes when it is told to.
+/// A clock that advances on command.
 #[derive(Debug, Default)]
 pub struct SimClock {
     now: Cell<Duration>,
     cpu: Cell<Duration>,
     cpu_per_step: Duration,
-    /// A step was begun with a question for the processor time.
+    /// A step has begun with a query of the processor time.
     in_step: Cell<bool>,
 }
 
 impl SimClock {
-    /// A clock on which so much time goes by between each two questions for the processor time.
+    /// A clock that advances by this time between two queries of the processor time.
     pub fn new(cpu_per_step: Duration) -> Self {
         Self { cpu_per_step, ..Self::default() }
     }
@@ -50,7 +50,7 @@ impl Clock for SimClock {
     }
 
     fn cpu(&self) -> Duration {
-        // The end of a step comes as the next question after its begin; the clock is read before.
+        // The second query ends a step; the elapsed time is read before it.
         self.in_step.set(!self.in_step.get());
         let before = self.cpu.get();
         if self.in_step.get() {

@@ -19,7 +19,7 @@ pub struct SimSlots {
 }
 
 impl World {
-    /// Memory files for a store. `number` tells stores apart.
+    /// Memory files for a store, identified by `number`.
     pub fn slots(&self, number: u32) -> SimSlots {
         SimSlots {
             world: self.clone(),
@@ -52,8 +52,8 @@ impl Slots for SimSlots {
         if inner.no_room {
             return Err(io::ErrorKind::StorageFull.into());
         }
-        // Fresh slots as long as there are any, then the holes: both happen in tests of a few
-        // hundred pages.
+        // Fresh slots while there are any, then the holes: both occur in tests of a few hundred
+        // pages.
         let next = self.next.entry(segment).or_default();
         while slots.len() < pages {
             *next = (*next + 1) % 100_000_000;

@@ -1,4 +1,4 @@
-//! A store that fails when it is told to.
+//! A store that fails on command.
 
 use std::time::Duration;
 
@@ -6,25 +6,25 @@ use ebb_guest_ram::StableSlot;
 
 use crate::{Answer, Node, PageHash, StableStore, StoreCounts, StoreError};
 
-/// Passes everything on to another store, or fails as if that were gone.
+/// Passes all calls on to another store, or fails as if that were gone.
 #[derive(Debug)]
 pub struct UnreliableStore<S> {
     store: S,
-    /// Whether questions and publishing fail.
+    /// Whether queries and publications fail.
     pub gone: bool,
-    /// Whether they fail as if it took too long.
+    /// Whether they fail as if they took too long.
     pub late: bool,
     /// Hashes that are answered with [`Answer::Wanted`] if the store does not know them, as if
     /// another process had such pages.
     pub wanted: Vec<PageHash>,
-    /// What the next call of `notifications` tells.
+    /// Hashes that the next call of `notifications` returns.
     pub notifications: Vec<(Node, PageHash)>,
-    /// Reservations that have not ended.
+    /// Reservations in force.
     pub reservations: i64,
 }
 
 impl<S> UnreliableStore<S> {
-    /// A store that does not fail yet.
+    /// Creates a store that does not fail yet.
     pub fn new(store: S) -> Self {
         Self {
             store,
@@ -36,7 +36,7 @@ impl<S> UnreliableStore<S> {
         }
     }
 
-    /// The store behind it.
+    /// The wrapped store.
     pub fn inner(&self) -> &S {
         &self.store
     }

@@ -1,4 +1,4 @@
-//! The host: who has which page, and what is in it.
+//! The host: the backing and the content of each page.
 
 use std::{
     collections::BTreeMap,
@@ -10,7 +10,7 @@ use ebb_guest_ram::StableSlot;
 
 use crate::Node;
 
-/// How a page is backed.
+/// Backing of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Backing {
     Absent,
@@ -30,11 +30,12 @@ pub(super) struct Page {
     pub(super) written: bool,
     pub(super) pinned: bool,
     pub(super) excluded: bool,
-    /// Share that was lost to a write and has not been told of yet.
+    /// Share that was lost to a write and has not been reported yet.
     pub(super) lost: Option<StableSlot>,
-    /// Looks for which it cannot be merged, since it was merged and written to.
+    /// Number of scans in which it cannot be merged, since it was merged and written to.
     pub(super) copied: u8,
-    /// What the guest wrote last, or zeros after a discard: what it must read, whatever is merged.
+    /// The last value that the guest wrote, or zeros after a discard: the value that it must read,
+    /// whatever is merged.
     pub(super) expected: u64,
 }
 
@@ -59,13 +60,13 @@ pub(super) struct Vm {
     pub(super) ranges: Vec<PageRange>,
     pub(super) pages: BTreeMap<Pfn, Page>,
     pub(super) released: Vec<StableSlot>,
-    /// Mappings that its memory may have beyond the first of each range.
+    /// Maximum number of mappings of its memory beyond the first of each range.
     pub(super) mappings: Option<usize>,
-    /// What happens in the guest just before pages are frozen the next time.
+    /// Writes by the guest just before pages are frozen the next time.
     pub(super) races: Vec<(Pfn, u64)>,
-    /// Looks until a page that was merged and written to can be merged again.
+    /// Scans until a page that was merged and written to can be merged again.
     pub(super) copied_looks: u8,
-    /// Calls that fail from now on, of those that may.
+    /// Number of fallible calls that fail from now on.
     pub(super) failing: usize,
 }
 
@@ -91,22 +92,22 @@ pub(super) struct Inner {
 #[derive(Clone, Debug, Default)]
 pub struct World(Arc<Mutex<Inner>>);
 
-/// A virtual machine of a [`World`], as its guest and its host see it. Several can be parts of one
+/// A virtual machine of a [`World`], as seen by its guest and its host. Several can be parts of one
 /// process's memory.
 #[derive(Clone, Debug)]
 pub struct Guest {
     pub(super) world: World,
     /// Number of the process.
     pub(super) number: usize,
-    /// Where its pages begin in the memory of the process.
+    /// Beginning of its pages in the memory of the process.
     base: u64,
 }
 
-/// Pages of the memory of a process that are for one guest.
+/// Pages of a process's memory that belong to one guest.
 const GUEST_PAGES: u64 = 1 << 30;
 
 impl World {
-    /// A host without anything.
+    /// An empty host.
     pub fn new() -> Self {
         Self::default()
     }
@@ -115,7 +116,7 @@ impl World {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A machine with absent pages in `ranges`; all of node 0 once they are there.
+    /// A machine with absent pages in `ranges`; all of node 0 once they are present.
     pub fn guest(&self, ranges: &[PageRange]) -> Guest {
         let mut inner = self.lock();
         inner.vms.push(Vm::default());
@@ -125,12 +126,13 @@ impl World {
         process
     }
 
-    /// Number of slots that are in use.
+    /// Number of slots in use.
     pub fn slots_in_use(&self) -> usize {
         self.lock().slots.len()
     }
 
-    /// For each slot in use, how many pages have it mapped, or have lost it without having told so.
+    /// For each slot in use, the number of pages that have it mapped, or have not reported its
+    /// loss.
     pub fn shares(&self) -> BTreeMap<StableSlot, u64> {
         let inner = self.lock();
         let mut shares: BTreeMap<StableSlot, u64> =
@@ -157,19 +159,19 @@ impl World {
         self.lock().slots.iter().map(|(slot, stable)| (*slot, stable.node)).collect()
     }
 
-    /// Pages that were read for hashing.
+    /// Number of pages that were read for hashing.
     pub fn hashed_pages(&self) -> u64 {
         self.lock().hashed
     }
 
-    /// Whether there is memory for stable pages.
+    /// Sets whether there is memory for stable pages.
     pub fn set_room(&self, room: bool) {
         self.lock().no_room = !room;
     }
 }
 
 impl Inner {
-    /// A page stops being mapped to a slot.
+    /// Unmaps a slot from a page.
     pub(super) fn unmap(&mut self, slot: StableSlot) {
         let Some(stable) = self.slots.get_mut(&slot) else {
             panic!("{slot:?} was freed while it was mapped")
@@ -177,7 +179,7 @@ impl Inner {
         stable.mapped -= 1;
     }
 
-    /// What a page reads as.
+    /// The content that a page reads as.
     pub(super) fn content(&self, vm: usize, pfn: Pfn) -> Option<u64> {
         let page = self.vms.get(vm)?.pages.get(&pfn)?;
         Some(match page.backing {
@@ -210,7 +212,7 @@ impl Inner {
         }
     }
 
-    /// A huge page with this page in it becomes pages.
+    /// Splits the huge page that contains this page.
     pub(super) fn split(&mut self, vm: usize, pfn: Pfn) {
         let first = pfn.0 / 512 * 512;
         for (_, page) in self.vms[vm].pages.range_mut(Pfn(first)..Pfn(first + 512)) {
@@ -220,7 +222,7 @@ impl Inner {
         }
     }
 
-    /// Number of mappings of a machine's memory: runs of neighbouring slots, and what is between
+    /// Number of mappings of a machine's memory: runs of neighbouring slots, and the parts between
     /// them.
     pub(super) fn mappings(&self, vm: usize, pages: std::ops::Range<Pfn>) -> usize {
         let key = |pfn: Pfn, page: &Page| match page.backing {
@@ -238,7 +240,7 @@ impl Inner {
 }
 
 impl Guest {
-    /// One more machine whose memory is merged by the same process.
+    /// Another machine whose memory is merged by the same process.
     #[must_use]
     pub fn beside(&self, ranges: &[PageRange]) -> Self {
         let last = self.world.lock().vms[self.number].ranges.last().map_or(0, |last| last.start.0);
@@ -252,7 +254,7 @@ impl Guest {
         for range in ranges {
             let range = PageRange::new(Pfn(base + range.start.0), range.pages);
             let pages = range.start.0..range.end().0;
-            // Many at once: that is how a map is filled quickly.
+            // Many at once, which fills the map quickly.
             let mut new = pages.map(|pfn| (Pfn(pfn), Page::absent(Node(0)))).collect();
             vm.pages.append(&mut new);
             vm.ranges.push(range);
@@ -273,7 +275,7 @@ impl Guest {
         self.world.lock().write(self.number, self.at(pfn), content);
     }
 
-    /// What a page contains.
+    /// The content of a page.
     pub fn read(&self, pfn: u64) -> Option<u64> {
         self.world.lock().content(self.number, self.at(pfn))
     }
@@ -300,7 +302,7 @@ impl Guest {
         }
     }
 
-    /// The host moves a page to another node (of a merged page: nothing, its slot is moved by
+    /// Moves a page to another node (without effect on a merged page, whose slot is moved by
     /// [`World::move_slot`]).
     pub fn move_to(&self, pfn: u64, node: Node) {
         self.change(pfn, |page| {
@@ -310,7 +312,7 @@ impl Guest {
         });
     }
 
-    /// Checks that each page reads as what the guest wrote last.
+    /// Checks that each page reads as the guest's last write.
     pub fn check(&self) {
         let inner = self.world.lock();
         for (pfn, page) in inner.vms[self.number].pages.range(self.all()) {
@@ -335,23 +337,23 @@ impl Guest {
             .collect()
     }
 
-    /// A device holds on to the page, or lets go.
+    /// Sets whether a device has pinned the page.
     pub fn pin(&self, pfn: u64, pinned: bool) {
         self.change(pfn, |page| page.pinned = pinned);
     }
 
-    /// The owner excludes the page from merging, or not.
+    /// Sets whether the owner excludes the page from merging.
     pub fn exclude(&self, pfn: u64, excluded: bool) {
         self.change(pfn, |page| page.excluded = excluded);
     }
 
-    /// The owner needs so many looks until pages that are merged and written to from now on can be
+    /// Sets the number of scans until pages that are merged and written to from now on can be
     /// merged again.
     pub fn keep_copies(&self, looks: u8) {
         self.world.lock().vms[self.number].copied_looks = looks;
     }
 
-    /// 512 pages from `pfn` on become a huge page with their contents. They must not be merged.
+    /// Makes a huge page of 512 pages from `pfn` on, with their contents. They must not be merged.
     pub fn make_huge(&self, pfn: u64) {
         (pfn..pfn + 512).for_each(|pfn| {
             self.change(pfn, |page| (page.backing, page.copied) = (Backing::Huge, 0));
@@ -366,7 +368,7 @@ impl Guest {
             .is_some_and(|page| page.backing == Backing::Huge)
     }
 
-    /// The slot that a page is merged with.
+    /// The slot with which a page is merged.
     pub fn slot(&self, pfn: u64) -> Option<StableSlot> {
         match self.world.lock().vms[self.number].pages.get(&self.at(pfn))?.backing {
             Backing::Merged(slot) => Some(slot),
@@ -382,7 +384,7 @@ impl Guest {
             .map_or(Node::ANY, |page| page.node)
     }
 
-    /// Whether the host has a page for it.
+    /// Whether the host has no page for it.
     pub fn is_absent(&self, pfn: u64) -> bool {
         self.world.lock().vms[self.number]
             .pages
@@ -395,17 +397,17 @@ impl Guest {
         self.world.lock().vms[self.number].mappings = mappings;
     }
 
-    /// How many mappings its memory has, less one.
+    /// Number of mappings of its memory, less one.
     pub fn mappings(&self) -> usize {
         self.world.lock().mappings(self.number, self.all())
     }
 
-    /// Just before pages are frozen the next time, the guest writes this.
+    /// Makes the guest write this just before pages are frozen the next time.
     pub fn write_before_freeze(&self, pfn: u64, content: u64) {
         self.world.lock().vms[self.number].races.push((self.at(pfn), content));
     }
 
-    /// The next `calls` calls of its memory fail.
+    /// Makes the next `calls` calls of its memory fail.
     pub fn fail(&self, calls: usize) {
         self.world.lock().vms[self.number].failing = calls;
     }

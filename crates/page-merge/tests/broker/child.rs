@@ -1,4 +1,4 @@
-//! Processes that can be killed: this program once more, as a client or as a broker.
+//! Processes that can be killed: this program run again, as a client or as a broker.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
@@ -38,20 +38,20 @@ impl Process {
         Self { child, input, output }
     }
 
-    /// Waits for a line that begins with `word`; the rest of it.
+    /// Waits for a line that begins with `word`; returns the rest of it.
     pub fn wait_for(&mut self, word: &str) -> String {
         let mut line = String::new();
         loop {
             line.clear();
             let length = self.output.read_line(&mut line).unwrap();
-            assert!(length > 0, "the process has ended before it said {word}");
+            assert!(length > 0, "the process ended before it printed {word}");
             if let Some(rest) = line.trim_end().strip_prefix(word) {
                 return rest.trim().to_owned();
             }
         }
     }
 
-    pub fn tell(&mut self, line: &str) {
+    pub fn send_line(&mut self, line: &str) {
         writeln!(self.input, "{line}").unwrap();
     }
 
@@ -59,17 +59,17 @@ impl Process {
         self.child.id()
     }
 
-    /// SIGSTOP. It stands still when this returns.
+    /// SIGSTOP. The process is stopped when this returns.
     pub fn stop(&self) {
         self.signal(Signal::STOP);
-        wait_until("the standstill", || {
+        wait_until("the stop", || {
             let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.id())).unwrap();
             stat.contains(") T ")
         });
     }
 
     /// SIGCONT.
-    pub fn go_on(&self) {
+    pub fn resume(&self) {
         self.signal(Signal::CONT);
     }
 
@@ -92,7 +92,7 @@ impl Drop for Process {
     }
 }
 
-/// What the other process does.
+/// Body of the other process.
 #[test]
 #[ignore = "the body of other processes"]
 fn another_process() {
@@ -117,7 +117,7 @@ fn broker(path: PathBuf) {
     broker.as_mut().unwrap().run(wait.as_fd()).unwrap();
 }
 
-/// Shares pages 0 to 9, or makes them, and waits to be killed.
+/// Shares pages 0 to 9, making them if necessary, and waits to be killed.
 fn sharer(path: &Path) {
     let mut member = Member::join(path, "web", Placement::Across).unwrap();
     let pages: Vec<u64> = (0..10).collect();
@@ -127,7 +127,7 @@ fn sharer(path: &Path) {
     let mut line = String::new();
     std::io::stdin().read_line(&mut line).unwrap();
     if line.trim() == "drop" {
-        // The connection is lost, and what is mapped is not.
+        // The connection is lost, but the mappings remain.
         let segments = member.segments.clone();
         drop(member);
         println!("\ndropped");
@@ -136,7 +136,7 @@ fn sharer(path: &Path) {
     }
 }
 
-/// Makes, shares and releases as fast as it can until it is killed.
+/// Makes, shares and releases pages as fast as possible until it is killed.
 fn churner(path: &Path) {
     let mut member = Member::join(path, "web", Placement::Across).unwrap();
     println!("\nchurning");
@@ -154,14 +154,14 @@ fn churner(path: &Path) {
     }
 }
 
-/// Ends a connection after each byte of everything that a client says, all from this one process.
+/// Ends a connection after each byte of all messages of a client, all from this one process.
 fn cutter(path: &Path) {
     let (bytes, _) = script("web");
     for cut in (0..bytes.len()).filter(|&cut| cut < 200 || cut % 97 == 0 || cut > bytes.len() - 200)
     {
         let mut raw = Raw::connect(path);
         raw.send(&bytes[..cut]);
-        // Every third goes without reading its answers.
+        // Every third connection ends without reading its answers.
         if cut % 3 != 0 {
             raw.0.shutdown(std::net::Shutdown::Write).unwrap();
             while raw.reply().is_some() {}

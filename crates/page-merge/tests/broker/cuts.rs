@@ -9,8 +9,8 @@ use crate::child::Process;
 use crate::raw::{self, ANY, PREAMBLE, Raw};
 use crate::support::{NOTHING, Running, page, wait_until};
 
-/// All that a client says in its life, without waiting for answers, and where its messages end. It
-/// publishes two pages into an empty domain, whose slots are known therefore.
+/// All messages of a client, without waiting for answers, and the positions of their ends. It
+/// publishes two pages into an empty domain, so that their slots are known.
 pub fn script(domain: &str) -> (Vec<u8>, Vec<usize>) {
     let slot = |index| StableSlot { segment: 0, index };
     let hash = ebb_page_merge::PageHash::new(77);
@@ -34,14 +34,14 @@ pub fn script(domain: &str) -> (Vec<u8>, Vec<usize>) {
 }
 
 #[test]
-fn a_connection_that_ends_anywhere_has_done_what_its_whole_messages_say() {
+fn a_connection_that_ends_anywhere_has_executed_its_complete_messages() {
     let limits = Limits { clients: 100_000, clients_of_process: 100_000, ..Limits::default() };
     let broker = Running::new(limits);
     let (bytes, ends) = script("cut0");
     let places = (0..=bytes.len())
         .filter(|&cut| ends.iter().any(|end| cut.abs_diff(*end) <= 24) || cut % 511 == 0);
     for (number, cut) in places.enumerate() {
-        // A domain of its own, since this process goes on and keeps what it held.
+        // A separate domain, since this process continues and keeps its holds.
         let domain = format!("cut{number}");
         let (bytes, ends) = script(&domain);
         let cut = (cut + domain.len() - 4).min(bytes.len());
@@ -51,7 +51,7 @@ fn a_connection_that_ends_anywhere_has_done_what_its_whole_messages_say() {
         while raw.reply().is_some() {}
         let whole = ends.iter().filter(|&&end| end <= cut).count();
         let expected = match whole {
-            // Nothing held, so nothing kept.
+            // No holds, so nothing is kept.
             0..=3 | 8 => NOTHING,
             4 => ebb_page_merge::broker::NodeStatus { stable_pages: 2, reservations: 2, ..NOTHING },
             5 | 6 => ebb_page_merge::broker::NodeStatus {
@@ -70,7 +70,7 @@ fn a_connection_that_ends_anywhere_has_done_what_its_whole_messages_say() {
 }
 
 #[test]
-fn nothing_is_left_of_connections_that_were_cut_once_their_process_has_ended() {
+fn nothing_is_left_of_interrupted_connections_once_their_process_has_ended() {
     let limits = Limits { clients: 100_000, clients_of_process: 100_000, ..Limits::default() };
     let broker = Running::new(limits);
     let mut other = broker.member("web");

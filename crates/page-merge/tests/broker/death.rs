@@ -7,7 +7,7 @@ use crate::child::Process;
 use crate::support::{NOTHING, Running, page, wait_until};
 
 #[test]
-fn a_killed_client_gives_up_what_it_held_and_nobody_elses() {
+fn a_killed_client_releases_its_own_holds_only() {
     let broker = Running::new(Limits::default());
     let mut killed = Process::start("sharer", &broker.path());
     killed.wait_for("sharing");
@@ -19,7 +19,7 @@ fn a_killed_client_gives_up_what_it_held_and_nobody_elses() {
     let left = NodeStatus { stable_pages: 1, sharers: 1, ..NOTHING };
     wait_until("the end of the client", || broker.pages_of("web") == left);
     assert_eq!(member.read(slot), page(3));
-    // What it left is used again, and what is in use is not.
+    // Its slots are reused, and those in use are not.
     let fresh: Vec<u64> = (100..109).collect();
     for made in member.make(&fresh) {
         assert_ne!(made, slot);
@@ -33,12 +33,12 @@ fn a_client_that_lost_its_connection_keeps_its_pages_until_its_process_ends() {
     let broker = Running::new(Limits::default());
     let mut process = Process::start("sharer", &broker.path());
     process.wait_for("sharing");
-    process.tell("drop");
+    process.send_line("drop");
     process.wait_for("dropped");
     wait_until("the end of the connection", || broker.status().lost_clients == 1);
     let kept = NodeStatus { stable_pages: 10, sharers: 10, ..NOTHING };
     assert_eq!(broker.pages_of("web"), kept);
-    // Others find them, and nothing of them is overwritten.
+    // Others find them, and they are not overwritten.
     let mut member = broker.member("web");
     let slot = member.share(9);
     member.make(&(200..264).collect::<Vec<u64>>());
@@ -51,7 +51,7 @@ fn a_client_that_lost_its_connection_keeps_its_pages_until_its_process_ends() {
 }
 
 #[test]
-fn clients_killed_at_any_time_leave_nothing_and_disturb_nobody() {
+fn clients_killed_at_any_time_leave_nothing_and_disturb_no_other() {
     let broker = Running::new(Limits { max_page_sharing: 3, ..Limits::default() });
     let mut member = broker.member("web");
     let pages: Vec<u64> = (0..120).collect();
@@ -59,7 +59,7 @@ fn clients_killed_at_any_time_leave_nothing_and_disturb_nobody() {
     for round in 0..12 {
         let mut churner = Process::start("churner", &broker.path());
         churner.wait_for("churning");
-        // Some more or less of its work.
+        // Different amounts of its work.
         for step in 0..round * 3 {
             assert_ne!(member.query(10_000 + step), Answer::Wanted);
         }

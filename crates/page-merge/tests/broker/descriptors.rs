@@ -1,4 +1,4 @@
-//! A broker that has as many descriptors open as it may.
+//! A broker at its limit of open descriptors.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use crate::child::Process;
 use crate::support::{Member, page};
 
-/// A broker that is told how many more descriptors it may open.
+/// A broker that is sent its limit of further descriptors.
 pub fn serve(path: &Path) {
     let config =
         BrokerConfig { path: path.to_owned(), domains: Vec::new(), limits: Limits::default() };
@@ -20,7 +20,7 @@ pub fn serve(path: &Path) {
         println!("\nlistening");
         for line in std::io::stdin().lines() {
             let spare = line.unwrap().parse().unwrap();
-            // To look at them takes one.
+            // Counting them takes one.
             limit(1000);
             limit(limit_with(spare));
             println!("\nspare");
@@ -40,20 +40,20 @@ fn limit_with(spare: usize) -> u64 {
     let numbers =
         entries.map(|entry| entry.unwrap().file_name().to_str().unwrap().parse().unwrap());
     let mut open: Vec<u64> = numbers.collect();
-    // The folder's own was closed with it.
+    // The directory's own descriptor was closed with it.
     open.retain(|number| std::fs::symlink_metadata(format!("/proc/self/fd/{number}")).is_ok());
     (0..).filter(|number| !open.contains(number)).nth(spare).unwrap()
 }
 
 impl Process {
     fn spare(&mut self, descriptors: usize) {
-        self.tell(&descriptors.to_string());
+        self.send_line(&descriptors.to_string());
         self.wait_for("spare");
     }
 }
 
 #[test]
-fn without_descriptors_nobody_loses_what_he_has_and_later_all_goes_on() {
+fn without_descriptors_no_client_loses_pages_and_service_resumes_later() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("broker");
     let mut broker = Process::start("poor broker", &path);
@@ -62,11 +62,11 @@ fn without_descriptors_nobody_loses_what_he_has_and_later_all_goes_on() {
     let mut b = Member::join(&path, "web", Placement::Across).unwrap();
     let one = a.make(&[1])[0];
 
-    // What is there can be shared with those who have not heard of its file.
+    // Existing pages can be shared with clients that do not have their file yet.
     broker.spare(0);
     assert_eq!(b.share(1), one);
 
-    // A domain of its own has no file yet.
+    // A new domain has no file yet.
     broker.spare(20);
     let mut other = Member::join(&path, "other", Placement::Across).unwrap();
     let mut made = 0;
@@ -87,7 +87,7 @@ fn without_descriptors_nobody_loses_what_he_has_and_later_all_goes_on() {
     }
     assert!((1..8).contains(&made), "{made}");
 
-    // Who comes now has to come again.
+    // New clients are refused and have to connect again.
     let mut config = MemberConfig::new(path.clone(), "web".parse().unwrap(), Placement::Across);
     config.time_limit = Duration::from_millis(300);
     for spare in [0, 1] {

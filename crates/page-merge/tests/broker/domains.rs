@@ -1,4 +1,4 @@
-//! Domains have nothing in common.
+//! Isolation of domains.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,7 +16,7 @@ const NAMES: [&str; 2] = ["blue", "green"];
 enum Step {
     Query(usize, u64),
     Publish(usize, u64),
-    /// Share the newest reservation, or do without it.
+    /// Share the newest reservation, or return it.
     Share(usize),
     Unused(usize),
     Release(usize),
@@ -27,7 +27,8 @@ fn step() -> impl Strategy<Value = Step> {
     let client = 0..4_usize;
     let number = 0..5_u64;
     prop_oneof![
-        4 => (client.clone(), number.clone()).prop_map(|(client, number)| Step::Query(client, number)),
+        4 => (client.clone(), number.clone())
+            .prop_map(|(client, number)| Step::Query(client, number)),
         2 => (client.clone(), number).prop_map(|(client, number)| Step::Publish(client, number)),
         3 => client.clone().prop_map(Step::Share),
         1 => client.clone().prop_map(Step::Unused),
@@ -36,10 +37,10 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What a domain must know.
+/// The expected state of a domain.
 #[derive(Default)]
 struct Domain {
-    /// Where each content is, and how often it is held.
+    /// The slot of each content, and the number of its holds.
     stable: BTreeMap<u64, (StableSlot, usize)>,
     asked: BTreeSet<(u64, usize)>,
 }
@@ -124,7 +125,7 @@ impl World {
     }
 
     fn drop_hold(&mut self, client: usize, number: u64) {
-        // What others do next must not come before it.
+        // Later requests of others must not overtake it.
         self.members[client].store.flush();
         let mut ignored = Vec::new();
         self.members[client].store.take_notifications(&mut ignored);
@@ -156,7 +157,7 @@ impl World {
             }
             inodes
         };
-        assert!(inodes(0).is_disjoint(&inodes(1)), "a memory file has got into another domain");
+        assert!(inodes(0).is_disjoint(&inodes(1)), "a memory file is in another domain");
         self.members.iter_mut().for_each(|member| {
             member.store.take_notifications(&mut Vec::new());
         });
@@ -175,7 +176,7 @@ impl World {
 }
 
 #[test]
-fn whatever_happens_in_one_domain_the_other_does_not_learn_of_it() {
+fn events_in_one_domain_are_invisible_in_the_other() {
     let mut runner = TestRunner::new(Config { cases: 60, ..Config::default() });
     let histories = prop::collection::vec(step(), 0..120);
     let result = runner.run(&histories, |steps| {
@@ -191,13 +192,13 @@ fn whatever_happens_in_one_domain_the_other_does_not_learn_of_it() {
 }
 
 #[test]
-fn domains_have_secrets_of_their_own() {
+fn each_domain_has_its_own_secret() {
     let broker = Running::new(Limits::default());
     let members = [broker.member("blue"), broker.member("green"), broker.member("blue")];
     assert_eq!(members[0].store.secret(), members[2].store.secret());
     assert_ne!(members[0].store.secret(), members[1].store.secret());
     assert_ne!(members[0].hash(1), members[1].hash(1));
-    // Nor has a domain the secret that it had before.
+    // A new domain of the same name has another secret.
     let secret = members[1].store.secret();
     drop(members);
     crate::support::wait_until("the end of the domains", || broker.status().domains.is_empty());
@@ -208,12 +209,12 @@ fn refusal(result: Result<Member, BrokerError>) -> String {
     match result {
         Err(BrokerError::Refused { reason }) => reason,
         Err(other) => panic!("{other}"),
-        Ok(_) => panic!("it was let in"),
+        Ok(_) => panic!("it was admitted"),
     }
 }
 
 #[test]
-fn only_the_domains_that_the_broker_serves_can_be_joined() {
+fn only_served_domains_can_be_joined() {
     let broker = Running::with_rules(Limits::default(), vec!["blue".parse().unwrap()]);
     broker.member("blue");
     let reason = refusal(Member::join(&broker.path(), "green", Placement::Across));
@@ -257,7 +258,7 @@ fn a_domain_of_a_user_is_for_that_user_and_root() {
 }
 
 #[test]
-fn all_clients_of_a_domain_keep_nodes_apart_or_none() {
+fn all_clients_of_a_domain_keep_nodes_apart_or_none_does() {
     let broker = Running::new(Limits::default());
     let across = broker.member("web");
     let reason = refusal(Member::join(&broker.path(), "web", Placement::Apart));
@@ -266,7 +267,7 @@ fn all_clients_of_a_domain_keep_nodes_apart_or_none() {
         "{reason}"
     );
     drop(across);
-    // With nobody left it is a new domain.
+    // Once all have left, it is a new domain.
     crate::support::wait_until("the end of the domain", || broker.status().domains.is_empty());
     Member::join(&broker.path(), "web", Placement::Apart).unwrap();
 }

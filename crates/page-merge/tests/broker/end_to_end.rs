@@ -13,9 +13,9 @@ impl Process {
         machine
     }
 
-    /// Passes over all memory; how many pages are merged.
+    /// Runs passes over all memory; returns the number of merged pages.
     fn scan(&mut self, passes: u32) -> u64 {
-        self.tell(&format!("scan {passes}"));
+        self.send_line(&format!("scan {passes}"));
         let said = self.wait_for("scanned");
         let (merged, errors) = said.split_once(' ').unwrap();
         assert_eq!(errors, "0", "errors of the store");
@@ -23,12 +23,12 @@ impl Process {
     }
 
     fn write(&mut self, from: u64, to: u64, content: u64) {
-        self.tell(&format!("write {from} {to} {content}"));
+        self.send_line(&format!("write {from} {to} {content}"));
         self.wait_for("written");
     }
 
     fn assert_right(&mut self, when: &str) {
-        self.tell("check");
+        self.send_line("check");
         assert_eq!(self.wait_for("checked"), "true", "{when}");
     }
 
@@ -39,7 +39,7 @@ impl Process {
 
     /// Stable pages mapped, each divided by the number of processes that have it mapped.
     fn stable_share_pages(&self) -> u64 {
-        // Nothing else here is a memory file.
+        // No other memory files exist here.
         self.kibibytes("smaps_rollup", "Pss_Shmem:") / 4
     }
 
@@ -50,7 +50,7 @@ impl Process {
     }
 }
 
-/// Scans with both until all that they have in common is shared, or nothing more comes of it.
+/// Scans with both until all common pages are shared, or no further progress is made.
 fn share_all(broker: &Running, machines: &mut [Process]) -> NodeStatus {
     let wanted = COMMON * machines.len() as u64;
     for _ in 0..20 {
@@ -64,7 +64,7 @@ fn share_all(broker: &Running, machines: &mut [Process]) -> NodeStatus {
 }
 
 #[test]
-fn two_machines_share_what_they_have_in_common_and_each_writes_on() {
+fn two_machines_share_their_common_pages_and_both_keep_writing() {
     let broker = Running::new(Limits::default());
     let mut machines = [Process::machine(&broker), Process::machine(&broker)];
     let before: Vec<u64> = machines.iter().map(Process::anonymous_pages).collect();
@@ -72,7 +72,7 @@ fn two_machines_share_what_they_have_in_common_and_each_writes_on() {
     let expected = NodeStatus { stable_pages: COMMON, sharers: 2 * COMMON, ..NOTHING };
     assert_eq!(shared, expected);
     assert_eq!(shared.saved_pages(), COMMON);
-    // The kernel's word for it: what was private is gone from both, and what took its place counts
+    // As counted by the kernel: the private pages are gone from both, and their replacements count
     // half for each.
     for (machine, before) in machines.iter().zip(before) {
         let after = machine.anonymous_pages();
@@ -86,7 +86,7 @@ fn two_machines_share_what_they_have_in_common_and_each_writes_on() {
     }
 
     // Each writes to shared pages, the other does not see it, and the stable page lives as long as
-    // one needs it.
+    // one of them needs it.
     let [a, b] = &mut machines;
     a.write(0, 500, 1 << 50);
     b.write(300, 700, 1 << 51);
@@ -96,7 +96,7 @@ fn two_machines_share_what_they_have_in_common_and_each_writes_on() {
         machine.assert_right("scanned again");
     }
     let left = broker.pages_of("web");
-    // Pages 300 to 500 were written by both: nobody has them any more.
+    // Pages 300 to 500 were written by both: they are no longer shared.
     assert_eq!((left.stable_pages, left.sharers), (COMMON - 200, 2 * COMMON - 900));
 
     // One is killed.
@@ -104,7 +104,7 @@ fn two_machines_share_what_they_have_in_common_and_each_writes_on() {
     wait_until("the end of the machine", || broker.pages_of("web").sharers == COMMON - 400);
     assert_eq!(broker.pages_of("web").stable_pages, COMMON - 400);
     b.assert_right("alone");
-    b.tell("unmerge");
+    b.send_line("unmerge");
     b.wait_for("unmerged");
     b.assert_right("unmerged");
     wait_until("the release of everything", || broker.pages_of("web").stable_pages == 0);
@@ -112,7 +112,7 @@ fn two_machines_share_what_they_have_in_common_and_each_writes_on() {
 }
 
 #[test]
-fn machines_go_on_when_their_broker_is_killed() {
+fn machines_continue_when_their_broker_is_killed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("broker");
     let mut broker = Process::start("broker", &path);
@@ -134,10 +134,10 @@ fn machines_go_on_when_their_broker_is_killed() {
         machine.assert_right("without a broker");
         machine.write(number, COMMON + OWN / 2, 1 << 52);
         machine.assert_right("written without a broker");
-        machine.tell("scan 2");
+        machine.send_line("scan 2");
         machine.wait_for("scanned");
         machine.assert_right("scanned without a broker");
-        machine.tell("unmerge");
+        machine.send_line("unmerge");
         machine.wait_for("unmerged");
         machine.assert_right("unmerged without a broker");
         assert_eq!(machine.stable_share_pages(), 0);

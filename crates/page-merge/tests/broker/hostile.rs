@@ -1,4 +1,4 @@
-//! Clients that do what none should.
+//! Clients that break the protocol.
 
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
@@ -13,7 +13,7 @@ use crate::child::Process;
 use crate::raw::{self, ANY, PREAMBLE, Raw};
 use crate::support::{Member, NOTHING, PAGE, Running, page, wait_until};
 
-/// The broker still does its work.
+/// The broker still serves clients.
 fn assert_serves(broker: &Running, domain: &str) {
     let (mut a, mut b) = (broker.member(domain), broker.member(domain));
     let slot = a.make(&[9_999_999])[0];
@@ -54,7 +54,7 @@ fn garbage_is_refused_with_a_reason() {
     let count = cases.len() as u64;
     for (bytes, reason) in cases {
         let mut raw = Raw::connect(&broker.path());
-        // The broker may have ended the connection before it has all.
+        // The broker may have ended the connection before it has received everything.
         let _ = raw.0.write_all(&bytes);
         let joins = bytes.starts_with(&joined);
         if joins {
@@ -68,7 +68,7 @@ fn garbage_is_refused_with_a_reason() {
 }
 
 #[test]
-fn nobody_gives_up_what_is_anothers() {
+fn clients_cannot_release_holds_of_others() {
     let broker = Running::new(Limits::default());
     let mut owner = broker.member("web");
     let slots = owner.make(&[1, 2]);
@@ -78,13 +78,13 @@ fn nobody_gives_up_what_is_anothers() {
         let reason = hostile.refusal();
         assert!(reason.contains("does not hold"), "{reason}");
     }
-    // Nor more than one's own: one reservation, given up twice.
+    // Nor more than one's own holds: one reservation, returned twice.
     let mut hostile = Raw::join(&broker.path(), "web");
     hostile.send(&raw::query(ANY, &[owner.hash(1)]));
     assert_eq!(hostile.answer().unwrap().0, raw::ANSWERS);
     hostile.send(&[raw::change(3, slots[0]), raw::change(3, slots[0])].concat());
     hostile.refusal();
-    // From another domain not even the slot's number means anything.
+    // In another domain the slot's number has no meaning.
     let mut stranger = Raw::join(&broker.path(), "other");
     stranger.send(&raw::change(2, slots[0]));
     stranger.refusal();
@@ -93,14 +93,14 @@ fn nobody_gives_up_what_is_anothers() {
 }
 
 #[test]
-fn a_lie_about_a_page_reaches_nobody() {
+fn a_false_hash_affects_no_other_client() {
     let broker = Running::new(Limits::default());
     let mut honest = broker.member("web");
     assert_eq!(honest.query(1), Answer::Unknown);
     let mut liar = Raw::join(&broker.path(), "web");
     liar.send(&raw::query(ANY, &[honest.hash(1)]));
     assert_eq!(liar.answer().unwrap().0, raw::ANSWERS);
-    // It was asked for page 1 and gives page 2.
+    // The client claims the hash of page 1 and publishes page 2.
     liar.send(&raw::publish(ANY, &page(2)));
     assert_eq!(liar.slots().len(), 1);
     assert!(honest.take_notifications().is_empty());
@@ -109,7 +109,7 @@ fn a_lie_about_a_page_reaches_nobody() {
 }
 
 #[test]
-fn a_client_that_does_not_read_is_dropped_and_keeps_nobody_waiting() {
+fn a_client_that_does_not_read_is_dropped_and_delays_no_other() {
     let limits = Limits { patience: Duration::from_millis(300), ..Limits::default() };
     let broker = Running::new(limits);
     let mut member = broker.member("web");
@@ -120,17 +120,17 @@ fn a_client_that_does_not_read_is_dropped_and_keeps_nobody_waiting() {
     let mut sent = 0_u64;
     while deaf.0.write_all(&flood).is_ok() {
         sent += flood.len() as u64;
-        assert!(sent < 1 << 30, "the broker takes everything");
+        assert!(sent < 1 << 30, "the broker accepts everything");
         assert_eq!(member.share(1), slots[0]);
         member.store.release(slots[0]);
     }
-    wait_until("the end of the deaf client", || broker.status().clients == 1);
+    wait_until("the end of the client", || broker.status().clients == 1);
     assert!(broker.status().refused > 0);
     assert_serves(&broker, "web");
 }
 
 #[test]
-fn half_a_message_is_waited_for_and_not_for_ever() {
+fn an_incomplete_message_times_out() {
     let limits = Limits { patience: Duration::from_millis(200), ..Limits::default() };
     let broker = Running::new(limits);
     let mut connections = Vec::new();
@@ -147,17 +147,17 @@ fn half_a_message_is_waited_for_and_not_for_ever() {
     let mut half = Raw::join(&broker.path(), "web");
     half.send(&raw::publish(ANY, &page(1))[..2000]);
     connections.push(half);
-    // A client that has nothing to say may be silent as long as it likes.
+    // A client without requests may be silent indefinitely.
     let mut silent = broker.member("web");
     for mut raw in connections {
-        assert_eq!(raw.0.read(&mut [0; 100]).unwrap_or(0), 0, "the connection goes on");
+        assert_eq!(raw.0.read(&mut [0; 100]).unwrap_or(0), 0, "the connection continues");
     }
     assert_eq!(broker.status().clients, 1);
     assert_eq!(silent.query(5), Answer::Unknown);
 }
 
 #[test]
-fn a_crowd_of_strangers_keeps_no_client_out() {
+fn many_unidentified_connections_keep_no_client_out() {
     let broker = Running::new(Limits::default());
     let crowd: Vec<Raw> = (0..200).map(|_| Raw::connect(&broker.path())).collect();
     assert_serves(&broker, "web");
@@ -165,7 +165,7 @@ fn a_crowd_of_strangers_keeps_no_client_out() {
 }
 
 #[test]
-fn there_are_only_so_many_clients() {
+fn the_number_of_clients_is_limited() {
     let broker = Running::new(Limits { clients: 5, clients_of_process: 3, ..Limits::default() });
     let members: Vec<Member> = (0..3).map(|_| broker.member("web")).collect();
     let mut more = Raw::connect(&broker.path());
@@ -187,7 +187,7 @@ fn there_are_only_so_many_clients() {
 }
 
 #[test]
-fn one_client_cannot_use_up_the_room_of_all() {
+fn one_client_cannot_exhaust_the_quota() {
     let broker =
         Running::new(Limits { domain_pages: 1000, published_pages: 500, ..Limits::default() });
     let mut honest = broker.member("web");
@@ -205,13 +205,13 @@ fn one_client_cannot_use_up_the_room_of_all() {
     }
     assert!(published <= 500, "{published}");
     honest.make(&(0..400).collect::<Vec<u64>>());
-    // Hashes that nobody has a page for.
+    // Hashes without pages.
     let before = broker.pages_of("web");
     assert_eq!((before.stable_pages, before.sharers), (published + 400, 400));
 }
 
 #[test]
-fn what_is_asked_for_is_not_remembered_without_end() {
+fn the_number_of_remembered_hashes_is_limited() {
     let broker =
         Running::new(Limits { remembered_hashes: 10_000, notifications: 10, ..Limits::default() });
     let mut honest = broker.member("web");
@@ -224,13 +224,13 @@ fn what_is_asked_for_is_not_remembered_without_end() {
         assert_eq!(flooding.answer().unwrap().0, raw::ANSWERS);
         assert!(broker.pages_of("web").remembered_hashes <= 10_001);
     }
-    // The others' are.
+    // The other client's hashes are remembered.
     let mut partner = broker.member("web");
     assert_eq!(partner.query(1), Answer::Wanted);
 }
 
 #[test]
-fn descriptors_that_are_sent_to_the_broker_are_not_kept() {
+fn descriptors_sent_to_the_broker_are_closed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("broker");
     let mut broker = Process::start("broker", &path);
@@ -253,7 +253,7 @@ fn descriptors_that_are_sent_to_the_broker_are_not_kept() {
 }
 
 #[test]
-fn the_state_is_for_the_brokers_user() {
+fn the_state_is_reported_to_the_brokers_user() {
     let broker = Running::new(Limits::default());
     let mut member = broker.member("web");
     member.make(&[1]);

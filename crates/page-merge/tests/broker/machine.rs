@@ -1,5 +1,5 @@
-//! A process with the memory of a machine that it merges through a broker, and does what it is told
-//! line by line.
+//! A process with a machine's memory that it merges through a broker; it executes commands, one per
+//! line.
 
 use std::io::BufRead;
 use std::path::Path;
@@ -14,13 +14,13 @@ use vm_memory::{Bytes, GuestAddress};
 
 use crate::support::{LONG, PAGE};
 
-/// Pages that all machines have alike.
+/// Pages that are equal in all machines.
 pub const COMMON: u64 = 8192;
 
 /// Pages that no other machine has.
 pub const OWN: u64 = 512;
 
-/// The memory and what must be in it.
+/// The memory and its expected content.
 struct Machine {
     ram: Arc<GuestRam>,
     expected: Vec<u64>,
@@ -56,8 +56,8 @@ impl Machine {
     }
 }
 
-/// `scan N`: N passes. `write FROM TO CONTENT`: pages FROM to TO get contents from CONTENT on.
-/// `check`. `unmerge`.
+/// Commands: `scan N`: N passes. `write FROM TO CONTENT`: pages FROM to TO get contents from
+/// CONTENT on. `check`. `unmerge`.
 pub fn run(path: &Path) {
     let mut machine = Machine::new(u64::from(std::process::id()));
     let segments = StableSegments::new();
@@ -97,7 +97,7 @@ pub fn run(path: &Path) {
                 merger.store_mut().flush();
                 println!("\nunmerged");
             }
-            _ => panic!("the unknown order {line}"),
+            _ => panic!("the unknown command {line}"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The protocol by hand: what a hostile client sends.
+//! The raw protocol, for hostile clients.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -76,7 +76,7 @@ impl Raw {
         self.0.write_all(bytes).unwrap();
     }
 
-    /// The next message; none at the end.
+    /// The next message; `None` at the end.
     pub fn reply(&mut self) -> Option<(u8, Vec<u8>)> {
         let mut header = [0; 5];
         self.0.read_exact(&mut header).ok()?;
@@ -106,11 +106,11 @@ impl Raw {
             .collect()
     }
 
-    /// Why the broker refuses this connection, which is over then.
+    /// The reason why the broker refuses this connection, which has ended.
     pub fn refusal(mut self) -> String {
         let (kind, body) = self.answer().expect("a reason");
         assert_eq!(kind, REFUSED, "{:?}", String::from_utf8_lossy(&body));
-        assert!(self.reply().is_none(), "it goes on");
+        assert!(self.reply().is_none(), "it continues");
         String::from_utf8(body).unwrap()
     }
 }

@@ -10,7 +10,7 @@ use crate::child::Process;
 use crate::support::{LONG, Member, Segments, page, wait_until};
 
 #[test]
-fn pages_stay_right_when_the_broker_is_killed_and_the_next_one_begins_anew() {
+fn pages_stay_right_when_the_broker_is_killed_and_the_next_one_starts_empty() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("broker");
     let mut broker = Process::start("broker", &path);
@@ -20,7 +20,7 @@ fn pages_stay_right_when_the_broker_is_killed_and_the_next_one_begins_anew() {
     let pages: Vec<u64> = (0..500).collect();
     let slots = a.make(&pages);
     assert_eq!(b.share(499), slots[499]);
-    // One reads all the time.
+    // One thread reads all the time.
     let reader = std::thread::spawn({
         let (segments, slots) = (a.segments.clone(), slots.clone());
         move || {
@@ -37,7 +37,7 @@ fn pages_stay_right_when_the_broker_is_killed_and_the_next_one_begins_anew() {
     });
     broker.kill();
     reader.join().unwrap();
-    // Each call says that it is gone, and none waits for it.
+    // Each call reports the loss, and none waits for the broker.
     let mut answers = Vec::new();
     let hash = a.hash(0);
     for _ in 0..3 {
@@ -50,7 +50,7 @@ fn pages_stay_right_when_the_broker_is_killed_and_the_next_one_begins_anew() {
     assert!(matches!(gone, StoreError::Gone(_)), "{gone}");
     assert!(a.take_notifications().is_empty());
     assert!(a.store.why_gone().is_some());
-    // What it does not need any more is not kept for it.
+    // Segments that it no longer needs are dropped.
     assert_eq!(a.segments.numbers(), [slots[0].segment]);
     for &slot in &slots {
         a.store.release(slot);
@@ -58,7 +58,7 @@ fn pages_stay_right_when_the_broker_is_killed_and_the_next_one_begins_anew() {
     assert!(a.segments.numbers().is_empty());
     assert_eq!(b.read(slots[499]), page(499));
 
-    // The name of the killed one is taken over.
+    // The next broker takes over the name.
     let mut next = Process::start("broker", &path);
     next.wait_for("listening");
     let mut c = Member::join(&path, "web", Placement::Across).unwrap();
@@ -66,7 +66,7 @@ fn pages_stay_right_when_the_broker_is_killed_and_the_next_one_begins_anew() {
     assert_eq!(c.query(0), Answer::Unknown);
     let mine = c.make(&[7]);
     assert_eq!(c.read(mine[0]), page(7));
-    assert!(b.query_fails(), "a client does not go over to another broker");
+    assert!(b.query_fails(), "a client does not switch to another broker");
     assert_eq!(b.read(slots[499]), page(499));
 }
 
@@ -85,7 +85,7 @@ fn impatient(path: &Path, limit: Duration) -> Member {
 }
 
 #[test]
-fn a_broker_that_is_late_is_asked_again_and_what_it_gave_meanwhile_is_given_back() {
+fn a_late_broker_is_used_again_and_its_late_answers_are_returned() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("broker");
     let mut broker = Process::start("broker", &path);
@@ -95,10 +95,10 @@ fn a_broker_that_is_late_is_asked_again_and_what_it_gave_meanwhile_is_given_back
     let mut member = impatient(&path, Duration::from_millis(100));
     let (hash, mut answers) = (member.hash(7), Vec::new());
 
-    for late in ["a question", "a publication"] {
+    for late in ["a query", "a publication"] {
         broker.stop();
         let begin = Instant::now();
-        let error = if late == "a question" {
+        let error = if late == "a query" {
             member.store.query(Node::ANY, &[hash], &mut answers).unwrap_err()
         } else {
             let hash = member.hash(9);
@@ -106,7 +106,7 @@ fn a_broker_that_is_late_is_asked_again_and_what_it_gave_meanwhile_is_given_back
         };
         assert!(matches!(error, StoreError::Late(_)), "{late}: {error}");
         assert!(begin.elapsed() < LONG / 2);
-        // Others wait for nothing, and what is to be said is kept.
+        // Other calls do not wait, and pending updates are kept.
         let error = member.store.query(Node::ANY, &[hash], &mut answers).unwrap_err();
         assert!(matches!(error, StoreError::Late(_)), "{error}");
         assert!(
@@ -115,14 +115,14 @@ fn a_broker_that_is_late_is_asked_again_and_what_it_gave_meanwhile_is_given_back
                 && member.store.why_gone().is_none()
         );
 
-        broker.go_on();
+        broker.resume();
         wait_until("an answer", || member.store.query(Node::ANY, &[hash], &mut answers).is_ok());
         assert_eq!(std::mem::take(&mut answers), [Answer::Stable(seven)], "{late}");
         assert_eq!(member.read(seven), page(7));
         member.store.unused(seven);
         member.store.flush();
         // Neither the late answer's reservation nor the late publication's page is left.
-        wait_until("that all is given back", || {
+        wait_until("the release of all holds", || {
             let status = ask_status(&path, LONG).unwrap();
             let node = &status.domains[0].nodes[0];
             (node.stable_pages, node.sharers, node.reservations) == (1, 1, 0)
@@ -131,7 +131,7 @@ fn a_broker_that_is_late_is_asked_again_and_what_it_gave_meanwhile_is_given_back
 }
 
 #[test]
-fn a_broker_that_does_not_answer_for_very_long_is_given_up() {
+fn a_broker_that_does_not_answer_for_very_long_counts_as_gone() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("broker");
     let mut broker = Process::start("broker", &path);
@@ -140,13 +140,13 @@ fn a_broker_that_does_not_answer_for_very_long_is_given_up() {
     let hash = member.hash(1);
     broker.stop();
     let mut last = None;
-    wait_until("the end of patience", || {
+    wait_until("the loss of the broker", || {
         last = member.store.query(Node::ANY, &[hash], &mut Vec::new()).err();
         matches!(last, Some(StoreError::Gone(_)))
     });
     assert!(last.unwrap().to_string().contains("1.2s"));
-    // For good, even if it comes back.
-    broker.go_on();
+    // Permanently, even if it comes back.
+    broker.resume();
     assert!(ask_status(&path, LONG).is_ok());
     assert!(member.store.query(Node::ANY, &[], &mut Vec::new()).is_ok(), "nothing is asked");
     assert!(member.query_fails());
@@ -154,7 +154,7 @@ fn a_broker_that_does_not_answer_for_very_long_is_given_up() {
 }
 
 #[test]
-fn where_nobody_listens_a_client_says_what_to_do() {
+fn without_a_broker_the_error_says_how_to_start_one() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("nobody");
     let config = MemberConfig::new(path.clone(), "web".parse().unwrap(), Placement::Across);

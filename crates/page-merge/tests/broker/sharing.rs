@@ -22,7 +22,7 @@ fn two_clients_find_each_others_pages_in_one_memory_file() {
         (stat.st_dev, stat.st_ino)
     };
     assert_eq!(inode(&a), inode(&b));
-    // Two sharers, and both are told as counts.
+    // Two sharers, as the counts report.
     b.take_notifications();
     assert_eq!(broker.pages_of("web"), NodeStatus { stable_pages: 1, sharers: 2, ..NOTHING });
     assert_eq!(broker.pages_of("web").saved_pages(), 1);
@@ -42,7 +42,7 @@ fn neighbouring_pages_get_neighbouring_slots() {
 }
 
 #[test]
-fn counts_of_many_clients_are_exact_and_memory_is_given_back() {
+fn counts_of_many_clients_are_exact_and_memory_is_freed() {
     const CLIENTS: u64 = 24;
     const PAGES: u64 = 200;
     let broker =
@@ -60,7 +60,7 @@ fn counts_of_many_clients_are_exact_and_memory_is_given_back() {
                 Answer::Unknown | Answer::Wanted => slots.extend(client.make(&[page])),
             }
         }
-        // Nobody else has these.
+        // Pages of this client only.
         slots.extend(client.make(&[1000 + number as u64]));
         client.take_notifications();
         held.push(slots);
@@ -93,7 +93,7 @@ fn counts_of_many_clients_are_exact_and_memory_is_given_back() {
 }
 
 #[test]
-fn a_released_slot_is_used_again_and_others_keep_theirs() {
+fn a_released_slot_is_reused_and_others_keep_theirs() {
     let broker = Running::new(Limits::default());
     let (mut a, mut b) = (broker.member("web"), broker.member("web"));
     let slots = a.make(&[1, 2, 3]);
@@ -110,7 +110,7 @@ fn a_released_slot_is_used_again_and_others_keep_theirs() {
 }
 
 #[test]
-fn the_quota_is_told_as_no_room_and_leaves_things_as_they_were() {
+fn an_exceeded_quota_is_reported_and_changes_nothing() {
     let broker = Running::new(Limits::default().with_quota(100 * PAGE as u64));
     let mut member = broker.member("web");
     let numbers: Vec<u64> = (0..51).collect();

@@ -18,7 +18,7 @@ use tempfile::TempDir;
 
 pub const PAGE: usize = 4096;
 
-/// No answer of a machine that is busy takes this long.
+/// More than any answer takes on a busy machine.
 pub const LONG: Duration = Duration::from_secs(60);
 
 /// A broker that serves until it is dropped.
@@ -54,7 +54,7 @@ impl Running {
         Member::join(&self.path(), domain, Placement::Across).unwrap()
     }
 
-    /// What there is of a domain that does not keep nodes apart.
+    /// Counts of a domain that does not keep nodes apart.
     pub fn pages_of(&self, domain: &str) -> NodeStatus {
         let status = self.status();
         let domain = status.domains.iter().find(|found| found.name.as_str() == domain);
@@ -74,7 +74,7 @@ impl Drop for Running {
     fn drop(&mut self) {
         rustix::io::write(&self.stop, &[0]).unwrap();
         let ended = self.thread.take().unwrap().join();
-        // A test that has failed says why by itself.
+        // A failed test has reported its reason already.
         if !std::thread::panicking() {
             ended.unwrap().unwrap();
             assert!(!self.path().exists(), "the socket is left");
@@ -82,7 +82,7 @@ impl Drop for Running {
     }
 }
 
-/// The segments of a client, and the files for tests that do with them what no client should.
+/// The segments of a client, and their files for tests of forbidden accesses.
 #[derive(Clone, Debug)]
 pub struct Segments {
     pub mapped: Arc<StableSegments>,
@@ -166,7 +166,7 @@ impl Member {
         slots
     }
 
-    /// Shares a page that is there.
+    /// Shares an existing page.
     pub fn share(&mut self, number: u64) -> StableSlot {
         let Answer::Stable(slot) = self.query(number) else { panic!("page {number} is not there") };
         assert_eq!(self.read(slot), page(number));
@@ -175,7 +175,7 @@ impl Member {
         slot
     }
 
-    /// A stable page as this client sees it.
+    /// A stable page as seen by this client.
     pub fn read(&self, slot: StableSlot) -> Vec<u8> {
         let mut content = vec![0; PAGE];
         let slot = StableSlot { segment: slot.segment, index: slot.index };
@@ -190,18 +190,18 @@ impl Member {
     }
 }
 
-/// A page that is told by a number.
+/// A page whose content encodes a number.
 pub fn page(number: u64) -> Vec<u8> {
     let mut page = vec![0xa5; PAGE];
     page[100..108].copy_from_slice(&number.to_le_bytes());
     page
 }
 
-/// Waits until something is so.
+/// Waits until a condition holds.
 pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let begin = std::time::Instant::now();
     while !is_so() {
-        assert!(begin.elapsed() < LONG, "{what} did not come about");
+        assert!(begin.elapsed() < LONG, "timeout while waiting for {what}");
         std::thread::sleep(Duration::from_millis(2));
     }
 }

@@ -14,7 +14,7 @@ fn fill(guest: &ebb_page_merge::testing::Guest, content: char) {
     (0..PAGES).for_each(|pfn| guest.write(pfn, u64::from(content)));
 }
 
-/// ksm01: three children whose memory is the same in different ways, one after the other. (ksm02,
+/// ksm01: three children whose memory is equal in different ways, one after the other. (ksm02,
 /// ksm03 and ksm04 do the same under a cpuset, a memory group and memory policies.)
 fn four_groups(settings: Settings, children: usize) {
     let mut host = Host::new(settings);
@@ -23,10 +23,10 @@ fn four_groups(settings: Settings, children: usize) {
     let phases = [("cac", (2, all - 2)), ("cba", (3, all - 3)), ("ddd", (1, all - 1))];
     for (contents, (shared, sharing)) in phases {
         for (number, guest) in guests.iter().enumerate() {
-            // From the fourth on, children do what the first does.
+            // From the fourth on, children behave like the first.
             let number = if number < 3 { number } else { 0 };
             // In the first phase the second child has other content than the first, and the third
-            // the second's.
+            // that of the second.
             let content = match contents {
                 "cac" => ['c', 'a', 'a'][number],
                 other => other.chars().nth(number).unwrap(),
@@ -66,7 +66,7 @@ fn ltp_ksm02_to_ksm04_with_nodes_apart_on_one_node() {
     four_groups(Settings { merge_across_nodes: Nodes::Apart, ..eager() }, 3);
 }
 
-/// ksm05: merging and discarding at the same time must not upset anything (it was an oops of an old
+/// ksm05: merging and discarding at the same time must not cause errors (it was an oops of an old
 /// kernel).
 #[test]
 fn ltp_ksm05_discard_while_merging() {
@@ -117,12 +117,12 @@ fn ltp_ksm06_merge_across_nodes() {
         });
         let statistics = host.settle();
         assert_eq!(host.counts(), (1, all - 1, 0, 0));
-        // All but the pages of node 0, where the simulation has pages of no node in particular.
+        // All but the pages of node 0, where the simulation has pages of no particular node.
         assert_eq!(statistics.remote_merged_pages, all - 100);
     }
 }
 
-/// ksm07: pages that change again and again are skipped.
+/// ksm07: pages that change repeatedly are skipped.
 #[test]
 fn ltp_ksm07_smart_scan_skips() {
     let mut host = Host::new(Settings { smart_scan: true, ..eager() });
@@ -154,8 +154,7 @@ fn ltp_ksm07_smart_scan_skips() {
     );
 }
 
-/// check_ksm_merge: that many equal pages are merged, all of them (`pages_shared` +
-/// `pages_sharing`).
+/// check_ksm_merge: all of a number of equal pages are merged (`pages_shared` + `pages_sharing`).
 #[test]
 fn selftest_merge() {
     for pages in [2, 10, 512, 513, 2000] {
@@ -190,8 +189,8 @@ fn selftest_unmerge_by_writing() {
 }
 
 /// check_ksm_zero_page_merge, and test_unmerge_zero_pages of ksm_functional_tests: with
-/// `use_zero_pages` zeros are not merged with each other but taken away, and counted as long as
-/// nobody writes to them.
+/// `use_zero_pages` zeros are not merged with each other but discarded, and counted until they are
+/// written to.
 #[test]
 fn selftest_zero_pages() {
     let zeros = |use_zero_pages| {
@@ -247,7 +246,7 @@ fn selftest_two_nodes() {
     }
 }
 
-/// A page with as many sharers as it may have gets a duplicate, and both are a chain (mm/ksm.c,
+/// A page with the maximum number of sharers gets a duplicate, and both are a chain (mm/ksm.c,
 /// `max_page_sharing`).
 #[test]
 fn chains_of_duplicates() {
@@ -258,7 +257,7 @@ fn chains_of_duplicates() {
     assert_eq!(host.counts(), (10, 90, 0, 0));
     let statistics = host.merger.statistics();
     assert_eq!((statistics.stable_node_chains, statistics.stable_node_dups), (1, 10));
-    // All sharers of all but one page go: the chain is none any more.
+    // All sharers of all but one page leave: the chain is dissolved.
     let kept = guest.slot(55).unwrap();
     (0..100)
         .filter(|&pfn| guest.slot(pfn) != Some(kept))
@@ -269,7 +268,7 @@ fn chains_of_duplicates() {
         (statistics.pages_shared, statistics.stable_node_chains, statistics.stable_node_dups),
         (1, 0, 0)
     );
-    // And there is room for new sharers only as the old ones go.
+    // There is room for new sharers only as the old ones leave.
     guest.write(55, 9);
     (0..100).find(|&pfn| guest.slot(pfn).is_none()).map(|pfn| guest.write(pfn, 3)).unwrap();
     host.settle();

@@ -35,7 +35,7 @@ fn a_huge_page_is_split_when_half_of_it_is_duplicate() {
 }
 
 #[test]
-fn a_huge_page_of_zeros_is_taken_away() {
+fn a_huge_page_of_zeros_is_discarded() {
     let mut host = Host::new(eager());
     let guest = host.guest(512);
     (0..512).for_each(|pfn| guest.write(pfn, u64::from(pfn >= 300)));
@@ -76,9 +76,9 @@ fn clones_with_huge_pages_are_merged() {
     assert!(one.mappings() <= 2 && other.mappings() <= 2);
 }
 
-/// Others find its pages one by one, until it is worth it.
+/// Others find its pages one by one, until splitting is worthwhile.
 #[test]
-fn a_huge_page_is_judged_again_when_enough_of_it_is_wanted() {
+fn a_huge_page_is_judged_again_when_enough_of_its_pages_have_partners() {
     let mut host = Host::new(eager());
     let (guest, other) = (host.guest(512), host.guest(512));
     huge_page(&guest, &other, 0);

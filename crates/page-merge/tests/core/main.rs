@@ -1,4 +1,4 @@
-//! The core on a simulated host: counts, rules, and what must never happen.
+//! The core on a simulated host: counts, rules and invariants.
 #![allow(clippy::unwrap_used, clippy::needless_for_each)]
 
 mod counts;

@@ -1,6 +1,6 @@
-//! Whatever happens in whatever order: no page changes its content by being merged, the store's
-//! counts are what is mapped, nothing is shared across domains, or across nodes where they are kept
-//! apart, and nothing is left in the end.
+//! Any events in any order: no page changes its content by being merged, the store's counts match
+//! the mappings, no page is shared across domains, or across nodes where they are kept apart, and
+//! nothing is left at the end.
 
 use ebb_abi::{PageRange, Pfn};
 use ebb_page_merge::testing::{Guest, SimMemory, World};
@@ -16,7 +16,7 @@ const MACHINES: usize = 3;
 #[derive(Clone, Debug)]
 enum Event {
     Write(usize, u64, u64),
-    /// As many neighbours get contents from this one on: what runs are made of.
+    /// That many neighbours get contents from this one on, which forms runs.
     Fill(usize, u64, u64, u64),
     WriteBeforeFreeze(usize, u64, u64),
     Discard(usize, u64),
@@ -61,9 +61,12 @@ fn event(huge: bool) -> impl Strategy<Value = Event> {
     let machine = 0..MACHINES;
     let content = prop_oneof![4 => 1_u64..5, 1 => Just(0_u64), 1 => 100_u64..120];
     let often = prop_oneof![
-        4 => (machine.clone(), page(huge), content.clone()).prop_map(|(m, p, c)| Event::Write(m, p, c)),
-        4 => (machine.clone(), page(huge), 1_u64..600, 1_u64..9).prop_map(|(m, p, n, c)| Event::Fill(m, p, n, c)),
-        1 => (machine.clone(), page(huge), content).prop_map(|(m, p, c)| Event::WriteBeforeFreeze(m, p, c)),
+        4 => (machine.clone(), page(huge), content.clone())
+            .prop_map(|(m, p, c)| Event::Write(m, p, c)),
+        4 => (machine.clone(), page(huge), 1_u64..600, 1_u64..9)
+            .prop_map(|(m, p, n, c)| Event::Fill(m, p, n, c)),
+        1 => (machine.clone(), page(huge), content)
+            .prop_map(|(m, p, c)| Event::WriteBeforeFreeze(m, p, c)),
         2 => (machine.clone(), page(huge)).prop_map(|(m, p)| Event::Discard(m, p)),
         6 => (1_u64..1200).prop_map(Event::Scan),
         8 => (1_u64..4).prop_map(Event::Passes),
@@ -72,15 +75,18 @@ fn event(huge: bool) -> impl Strategy<Value = Event> {
     let seldom = prop_oneof![
         3 => (machine.clone(), page(huge), 0..NODES).prop_map(|(m, p, n)| Event::Move(m, p, n)),
         1 => (0_usize..8, 0..NODES).prop_map(|(s, n)| Event::MoveSlot(s, n)),
-        1 => (machine.clone(), page(huge), any::<bool>()).prop_map(|(m, p, on)| Event::Pin(m, p, on)),
-        1 => (machine.clone(), page(huge), any::<bool>()).prop_map(|(m, p, on)| Event::Exclude(m, p, on)),
+        1 => (machine.clone(), page(huge), any::<bool>())
+            .prop_map(|(m, p, on)| Event::Pin(m, p, on)),
+        1 => (machine.clone(), page(huge), any::<bool>())
+            .prop_map(|(m, p, on)| Event::Exclude(m, p, on)),
         1 => (machine.clone(), 0_u8..5).prop_map(|(m, looks)| Event::KeepCopies(m, looks)),
         2 => machine.clone().prop_map(Event::MakeHuge),
         2 => prop_oneof![Just(Nodes::Apart), Just(Nodes::Across)].prop_map(Event::Apart),
         1 => (2_u32..5).prop_map(Event::Sharing),
         1 => any::<bool>().prop_map(Event::ZeroPages),
         1 => any::<bool>().prop_map(Event::SmartScan),
-        3 => prop_oneof![Just(Run::Unmerge), Just(Run::Merge), Just(Run::Stop)].prop_map(Event::Run),
+        3 => prop_oneof![Just(Run::Unmerge), Just(Run::Merge), Just(Run::Stop)]
+            .prop_map(Event::Run),
         1 => any::<bool>().prop_map(Event::StoreGone),
         1 => any::<bool>().prop_map(Event::Room),
         1 => (machine.clone(), 1_usize..4).prop_map(|(m, n)| Event::MemoryFails(m, n)),
@@ -118,7 +124,7 @@ impl Play {
         self.hosts.iter_mut().map(|host| &mut host.merger)
     }
 
-    /// A change of what decides sharing is refused exactly while something is merged.
+    /// A change of a setting that decides sharing is refused exactly while something is merged.
     fn change(&mut self, change: impl Fn(&mut Settings)) {
         for host in &mut self.hosts {
             let old = host.merger.settings().clone();
@@ -132,7 +138,7 @@ impl Play {
                 assert!(matches!(outcome, Err(SettingsError::Merged { .. })), "{outcome:?}");
                 assert_eq!(*host.merger.settings(), old);
             } else if decisive {
-                // Pages that have reported nothing yet of shares they lost count as merged.
+                // Pages that have not reported their lost shares yet count as merged.
                 assert!(outcome.is_ok() || host.merger.statistics().merged_pages > 0);
             } else {
                 outcome.unwrap();
@@ -193,7 +199,7 @@ impl Play {
         self.hosts.iter().for_each(Host::check);
     }
 
-    /// When nothing fails and nothing changes any more, everything is as it should be; and after
+    /// Once nothing fails and nothing changes any more, everything mergeable is merged; and after
     /// unmerging nothing is left.
     fn finish(mut self) {
         self.hosts[0].store().gone = false;
@@ -261,13 +267,18 @@ fn check_that_nothing_was_missed(host: &Host) {
             let content = guest.read(pfn).unwrap();
             assert!(content != 0 || !zeros, "zeros at {pfn:#x}");
             let node = if apart { guest.node(pfn) } else { Node::ANY };
-            assert!(seen.insert((node, content)), "{content} is there twice, and not merged");
+            assert!(seen.insert((node, content)), "{content} occurs twice, and is not merged");
         }
     }
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, max_shrink_iters: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 300,
+        max_shrink_iters: 2000,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
     fn small_pages(events in prop::collection::vec(event(false), 1..120)) {
@@ -278,7 +289,12 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 40, max_shrink_iters: 300, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 40,
+        max_shrink_iters: 300,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
     fn with_huge_pages(events in prop::collection::vec(event(true), 1..60)) {

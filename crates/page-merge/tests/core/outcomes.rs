@@ -1,4 +1,4 @@
-//! What becomes of pages that cannot be merged, and of runs.
+//! Outcomes for pages that cannot be merged, and for runs.
 
 use ebb_page_merge::testing::World;
 use ebb_page_merge::{Answer, Node, PageHasher, Secret, Settings, StableStore};
@@ -6,7 +6,7 @@ use ebb_page_merge::{Answer, Node, PageHasher, Secret, Settings, StableStore};
 use crate::support::{Host, eager};
 
 #[test]
-fn a_page_written_to_between_hash_and_freeze_keeps_what_was_written() {
+fn a_page_written_to_between_hash_and_freeze_keeps_the_new_content() {
     let mut host = Host::new(eager());
     let guest = host.guest(4);
     (0..4).for_each(|pfn| guest.write(pfn, 5));
@@ -18,14 +18,14 @@ fn a_page_written_to_between_hash_and_freeze_keeps_what_was_written() {
     assert!(host.merger.statistics().replaced_different > 0);
     host.settle();
     assert_eq!(host.counts(), (1, 2, 0, 1));
-    // And back again.
+    // Restored to the old content.
     guest.write(0, 5);
     host.settle();
     assert_eq!(host.counts(), (1, 3, 0, 0));
 }
 
 #[test]
-fn a_pinned_page_is_left_alone_and_tried_again() {
+fn a_pinned_page_stays_unchanged_and_is_retried() {
     let mut host = Host::new(eager());
     let guest = host.guest(3);
     (0..3).for_each(|pfn| guest.write(pfn, 5));
@@ -38,7 +38,7 @@ fn a_pinned_page_is_left_alone_and_tried_again() {
     guest.pin(1, false);
     host.settle();
     assert_eq!(host.counts(), (1, 2, 0, 0));
-    assert_eq!(host.world.hashed_pages(), 3, "what is known already is hashed again");
+    assert_eq!(host.world.hashed_pages(), 3, "pages with a known hash are hashed again");
 }
 
 #[test]
@@ -67,12 +67,10 @@ fn clones_share_runs() {
     assert_eq!(one.mappings(), other.mappings());
 }
 
-/// Pages wait to be replaced together. Those that wait already must not be found as partners of
-/// others.
+/// Pages wait to be replaced together. Waiting pages must not be found as partners of others.
 #[test]
 fn a_page_is_replaced_once_although_it_waits_while_others_look_for_partners() {
-    // After two sharers a stable page is full, so that each further pair of pages needs another
-    // one.
+    // With two sharers a stable page is full, so that each further pair of pages needs another one.
     let mut host = Host::new(Settings { max_page_sharing: 2, ..eager() });
     let guest = host.guest(2048);
     (0..2048).for_each(|pfn| guest.write(pfn, if pfn % 32 == 0 { 5 } else { 1000 + pfn }));
@@ -83,13 +81,12 @@ fn a_page_is_replaced_once_although_it_waits_while_others_look_for_partners() {
     assert_eq!(host.counts(), (32, 32, 0, 2048 - 64));
 }
 
-/// With few mappings left, short runs are no longer tried, but long ones are.
+/// With few mappings left, short runs are no longer replaced, but long ones are.
 #[test]
 fn scarce_mappings_go_to_long_runs() {
     let mut host = Host::new(eager());
     let guest = host.guest(4096);
-    // Every second page a duplicate of another scattered one; then runs of 64 which are there
-    // twice.
+    // Every second page a duplicate of another scattered one; then runs of 64 which occur twice.
     (0..1024).step_by(2).for_each(|pfn| guest.write(pfn, 1 + pfn % 512));
     (1..1024).step_by(2).for_each(|pfn| guest.write(pfn, 100_000 + pfn));
     guest.limit_mappings(Some(60));
@@ -105,7 +102,7 @@ fn scarce_mappings_go_to_long_runs() {
     host.settle();
     assert!((2048..4096).all(|pfn| guest.slot(pfn).is_some()), "long runs were refused");
     assert!(guest.mappings() <= 100);
-    // Refused pages are tried seldom, and cost nothing in between.
+    // Refused pages are retried seldom, and cost nothing in between.
     let before = host.merger.statistics();
     let hashed = host.world.hashed_pages();
     host.passes(64);
@@ -115,7 +112,7 @@ fn scarce_mappings_go_to_long_runs() {
     assert_eq!(guest.mappings(), guest.mappings().min(100));
 }
 
-/// What is equal in two domains of a host is merged within each of them only.
+/// Pages that are equal in two domains of a host are merged within each of them only.
 #[test]
 fn domains_never_share() {
     let world = World::new();
@@ -134,7 +131,7 @@ fn domains_never_share() {
 }
 
 #[test]
-fn without_room_or_store_pages_stay_as_they_are_and_are_merged_later() {
+fn without_room_or_store_pages_stay_unchanged_and_are_merged_later() {
     let mut host = Host::new(eager());
     let guest = host.guest(10);
     (0..10).for_each(|pfn| guest.write(pfn, 5));
@@ -153,9 +150,9 @@ fn without_room_or_store_pages_stay_as_they_are_and_are_merged_later() {
     assert_eq!(host.counts(), (1, 9, 0, 0));
 }
 
-/// A failing store is asked once a pass, not for every page.
+/// A failing store is queried once per pass, not for every page.
 #[test]
-fn a_lost_store_is_not_asked_for_every_page() {
+fn a_lost_store_is_not_queried_for_every_page() {
     let mut host = Host::new(eager());
     let guest = host.guest(5000);
     (0..5000).for_each(|pfn| guest.write(pfn, 1 + pfn));
@@ -165,10 +162,10 @@ fn a_lost_store_is_not_asked_for_every_page() {
     assert_eq!(host.merger.statistics().pages_unshared, 5000);
 }
 
-/// The store has no room: what needs none goes on, in the same pass and for pages that are looked
-/// at for the first time.
+/// The store has no room: sharing without a new stable page continues, in the same pass and for
+/// pages that are scanned for the first time.
 #[test]
-fn a_full_store_still_shares_what_is_there() {
+fn a_full_store_still_shares_existing_pages() {
     let mut host = Host::new(eager());
     let guest = host.guest(1536);
     (600..602).for_each(|pfn| guest.write(pfn, 5));
@@ -188,12 +185,12 @@ fn a_full_store_still_shares_what_is_there() {
     host.world.set_room(true);
     host.settle();
     assert_eq!(host.counts(), (6, 16, 0, 0));
-    assert_eq!(host.merger.last_error(), None, "that is over");
+    assert_eq!(host.merger.last_error(), None, "the error is past");
 }
 
-/// Pages that a slow store was not asked for are asked for once it answers: others may have them.
+/// Pages for which a slow store was not queried are queried once it answers: others may have them.
 #[test]
-fn what_a_late_store_was_not_asked_is_asked_later() {
+fn queries_omitted_while_a_store_is_late_are_made_later() {
     let mut host = Host::new(eager());
     let guest = host.guest(600);
     (0..600).for_each(|pfn| guest.write(pfn, 1 + pfn));
@@ -210,8 +207,8 @@ fn what_a_late_store_was_not_asked_is_asked_later() {
     assert_eq!(host.counts(), (2, 0, 0, 598));
 }
 
-/// What others have (a store that is shared with other processes) is published at once, or merged
-/// when there is notifications of it.
+/// Pages that other processes have (a shared store) are published at once, or merged upon a
+/// notification.
 #[test]
 fn pages_that_others_have_are_merged_without_a_partner_here() {
     let mut host = Host::new(eager());
@@ -229,7 +226,7 @@ fn pages_that_others_have_are_merged_without_a_partner_here() {
     let mut slots = Vec::new();
     host.store().publish(Node::ANY, &[hash(51)], &content, &mut slots).unwrap();
     host.passes(3);
-    assert!(guest.slot(1).is_none(), "nothing was heard of it yet");
+    assert!(guest.slot(1).is_none(), "no notification has arrived yet");
     host.store().notifications = vec![(Node::ANY, hash(51)), (Node::ANY, hash(99))];
     host.passes(1);
     assert_eq!(guest.slot(1), Some(slots[0]));
@@ -242,7 +239,7 @@ fn pages_that_others_have_are_merged_without_a_partner_here() {
 
 /// A block that fails does not keep others from being merged.
 #[test]
-fn memory_that_fails_is_gone_past() {
+fn failing_memory_is_skipped() {
     let mut host = Host::new(eager());
     let guest = host.guest(1536);
     (0..1536).for_each(|pfn| guest.write(pfn, 1 + pfn % 512));

@@ -1,4 +1,4 @@
-//! What merging costs: hashes, index, memory.
+//! Cost of merging: hashes, index, memory.
 
 use ebb_abi::{PageRange, Pfn};
 use ebb_page_merge::{Merger, Run, Secret, Settings, StablePages, testing::World};
@@ -15,7 +15,7 @@ fn clean_pages_are_hashed_once() {
     (1000..1900).for_each(|pfn| guest.write(pfn, 1 + pfn % 30));
     (1900..2000).for_each(|pfn| guest.write(pfn, 0));
     host.passes(1);
-    assert_eq!(host.world.hashed_pages(), 0, "hashed before it was known to be unchanged");
+    assert_eq!(host.world.hashed_pages(), 0, "hashed before it was found unchanged");
     host.passes(1);
     assert_eq!(host.world.hashed_pages(), 2000);
     let before = host.merger.statistics();
@@ -43,10 +43,10 @@ fn clean_passes_are_waited_for() {
     }
 }
 
-/// A page that is written to each time when it has been merged is merged less and less often.
+/// A page that is written to each time after it has been merged is merged less and less often.
 #[test]
-fn pages_that_break_again_and_again_are_left_alone() {
-    // Also if it takes their owner some looks to make them mergeable again.
+fn pages_that_break_repeatedly_are_merged_less_often() {
+    // Also if its owner needs some scans to make it mergeable again.
     for copied_looks in [0, 1, 5] {
         check_pauses(copied_looks);
     }
@@ -103,7 +103,7 @@ fn absent_memory_has_no_records() {
     assert!(host.merger.statistics().metadata_bytes < 100_000 / 5 + 5000);
 }
 
-/// Metadata of a million pages, with `copies` pages of each content, in bytes a page.
+/// Metadata of a million pages, with `copies` pages of each content, in bytes per page.
 fn metadata_of(copies: u64) -> f64 {
     const PAGES: u64 = 1 << 20;
     let world = World::new();
@@ -132,7 +132,7 @@ fn unique_pages_take_at_most_16_bytes_each() {
 
 /// Pairs are the worst: a stable page for every two.
 #[test]
-fn pairs_take_at_most_16_bytes_a_page() {
+fn pairs_take_at_most_16_bytes_per_page() {
     let bytes = metadata_of(2);
     assert!((12.0..=16.0).contains(&bytes), "{bytes}");
 }

@@ -10,19 +10,19 @@ use ebb_page_merge::{
 /// The store of the tests.
 pub type Store = UnreliableStore<StablePages<SimSlots>>;
 
-/// A host, and a merger over the machines of one trust domain. (In earnest each machine has a
+/// A host, and a merger over the machines of one trust domain. (In production each machine has a
 /// process of its own, and they share a store; see the tests of the broker.)
 pub struct Host {
     pub world: World,
-    /// Tells its stable pages from those of other domains of the same world.
+    /// Distinguishes its stable pages from those of other domains of the same world.
     pub domain: u32,
     pub merger: Merger<SimMemory, Store>,
     pub guests: Vec<Guest>,
-    /// The host has moved slots lately: pages may share one of another node until that is noticed.
+    /// The host has moved slots lately: pages may share one of another node until that is detected.
     pub slots_were_moved: bool,
 }
 
-/// Settings under which all that is equal is merged at once.
+/// Settings under which all equal pages are merged at once.
 pub fn eager() -> Settings {
     Settings {
         run: Run::Merge,
@@ -48,7 +48,7 @@ impl Host {
         Self::in_world(&World::new(), 0, settings)
     }
 
-    /// A further trust domain of a world.
+    /// Another trust domain of a world.
     pub fn in_world(world: &World, domain: u32, settings: Settings) -> Self {
         let nothing = world.guest(&[]).memory();
         let merger = merger(nothing, world, domain, settings);
@@ -60,7 +60,7 @@ impl Host {
         self.guest_of(&[PageRange::new(Pfn(0), pages)])
     }
 
-    /// A machine; all must be there before the first pass.
+    /// A machine; all must be created before the first pass.
     pub fn guest_of(&mut self, ranges: &[PageRange]) -> Guest {
         assert_eq!(self.merger.statistics().pages_scanned, 0, "merging has begun");
         let guest = match self.guests.first() {
@@ -77,7 +77,7 @@ impl Host {
         self.merger.store_mut()
     }
 
-    /// Whole passes.
+    /// Runs whole passes.
     pub fn passes(&mut self, count: u64) {
         let end = self.merger.statistics().full_scans + count;
         while self.merger.statistics().full_scans < end {
@@ -85,7 +85,7 @@ impl Host {
         }
     }
 
-    /// As many passes as it takes for everything that can be merged to be so.
+    /// Runs passes until everything that can be merged is merged.
     pub fn settle(&mut self) -> Statistics {
         self.passes(40);
         self.check();
@@ -112,7 +112,7 @@ impl Host {
                 return;
             }
         }
-        panic!("unmerging does not come to an end");
+        panic!("unmerging does not end");
     }
 
     pub fn change(&mut self, change: impl FnOnce(&mut Settings)) {
@@ -121,7 +121,7 @@ impl Host {
         self.merger.change(settings).unwrap();
     }
 
-    /// What holds at any time between two steps.
+    /// Checks the invariants between two steps.
     pub fn check(&self) {
         let shares = self.world.shares();
         let store = self.merger.store();
@@ -158,7 +158,7 @@ impl Host {
         self.world.shares().keys().filter(|slot| self.is_mine(**slot)).count() as u64
     }
 
-    /// Pages that are merged, as the machines have them.
+    /// Number of pages that are merged in the machines.
     pub fn merged_pages(&self) -> u64 {
         self.guests.iter().map(|guest| guest.merged().len() as u64).sum()
     }

@@ -43,14 +43,14 @@ fn switching_is_refused_while_anything_is_merged() {
     });
 }
 
-/// Discarded pages are not merged, even if the core has not looked at them since.
+/// Discarded pages are not merged, even if the core has not scanned them since.
 #[test]
 fn switching_is_allowed_when_the_last_merged_page_is_discarded() {
     let (mut host, guest) = host(Nodes::Across);
     host.settle();
     (0..200).for_each(|pfn| guest.discard(pfn));
     let settings = Settings { merge_across_nodes: Nodes::Apart, ..host.merger.settings().clone() };
-    // The records still say merged until the next look.
+    // The records still say merged until the next scan.
     if host.merger.change(settings.clone()).is_err() {
         host.passes(1);
         host.merger.change(settings).unwrap();
@@ -59,7 +59,7 @@ fn switching_is_allowed_when_the_last_merged_page_is_discarded() {
     assert_eq!(host.counts(), (0, 0, 0, 0));
 }
 
-/// Nothing of the old index is found under the new rule, also if pages were only waiting for
+/// Entries of the old index are not found under the new rule, also if pages were only waiting for
 /// partners.
 #[test]
 fn nothing_stale_survives_a_switch() {
@@ -101,11 +101,11 @@ fn a_waiting_page_that_moved_is_found_on_its_new_node() {
     assert_eq!(
         host.merger.statistics().moved_pages,
         0,
-        "merged with the wrong node's page, and taken back"
+        "merged with the wrong node's page, and unmerged"
     );
 }
 
-/// Memory of a node is taken offline: its stable pages come to lie on another node.
+/// Memory of a node is taken offline: its stable pages move to another node.
 #[test]
 fn stable_pages_that_moved_are_dropped_where_nodes_are_apart() {
     let (mut host, guest) = host(Nodes::Apart);
@@ -141,7 +141,7 @@ fn stable_pages_that_moved_are_counted_where_nodes_are_not_apart() {
     assert_eq!(host.merger.statistics().merged_pages, 200);
 }
 
-/// While nothing is merged, KSM allows the switch without unmerging first; so do we.
+/// While nothing is merged, KSM allows the switch without unmerging first; so does this crate.
 #[test]
 fn switching_with_nothing_merged_needs_no_unmerging() {
     let mut host = Host::new(eager());

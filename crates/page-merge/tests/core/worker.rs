@@ -1,4 +1,4 @@
-//! The thread: pace, settings and pauses from other threads.
+//! The thread: pace, settings and pauses requested by other threads.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -37,7 +37,7 @@ fn restless(run: Run) -> Settings {
     }
 }
 
-/// Ends the thread also when a test fails: the test would wait for it for good.
+/// Ends the thread also when a test fails, which would otherwise wait for it forever.
 struct Stop<'a>(&'a ebb_page_merge::Control);
 
 impl Drop for Stop<'_> {
@@ -53,7 +53,7 @@ fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
         }
         thread::sleep(Duration::from_millis(1));
     }
-    panic!("{what} does not happen");
+    panic!("timeout while waiting for {what}");
 }
 
 #[test]
@@ -93,13 +93,13 @@ fn other_threads_read_change_and_stop() {
 }
 
 #[test]
-fn nothing_is_looked_at_during_a_pause() {
+fn nothing_is_scanned_during_a_pause() {
     let (mut worker, guest, control) = worker(restless(Run::Merge), 5000);
     let paused = AtomicBool::new(false);
     thread::scope(|scope| {
         let _stop = Stop(&control);
         scope.spawn(|| worker.run(&SystemClock));
-        // Somebody else pauses as well.
+        // Another thread pauses as well.
         scope.spawn(|| {
             for _ in 0..50 {
                 drop(control.pause());
@@ -113,7 +113,7 @@ fn nothing_is_looked_at_during_a_pause() {
             (0..100).for_each(|pfn| guest.write(pfn, round));
             thread::sleep(Duration::from_millis(2));
             assert_eq!(control.statistics(), before);
-            // Settings are answered all the same.
+            // Settings can still be changed.
             control.change(|settings| settings.smart_scan = round % 2 == 0).unwrap();
             drop(guard);
         }
@@ -124,7 +124,7 @@ fn nothing_is_looked_at_during_a_pause() {
 }
 
 #[test]
-fn who_pauses_first_prevents_the_first_step() {
+fn a_pause_before_the_start_prevents_the_first_step() {
     let (mut worker, _guest, control) = worker(restless(Run::Merge), 512);
     let guard = control.pause();
     thread::scope(|scope| {
@@ -154,7 +154,7 @@ fn pace(
 }
 
 #[test]
-fn the_pace_is_what_was_asked_for() {
+fn the_requested_pace_is_kept() {
     let settings = Settings {
         run: Run::Merge,
         pages_to_scan: 10_240,
@@ -185,7 +185,7 @@ fn the_pace_is_what_was_asked_for() {
 }
 
 #[test]
-fn a_pass_takes_as_long_as_was_asked_for() {
+fn a_pass_takes_the_requested_time() {
     let settings =
         Settings { run: Run::Merge, target_scan_seconds: Some(20), ..Settings::default() };
     let (mut worker, _guest, control) = worker(settings, 1 << 19);
@@ -196,15 +196,15 @@ fn a_pass_takes_as_long_as_was_asked_for() {
 }
 
 #[test]
-fn a_pass_begins_no_earlier_than_asked_for() {
+fn a_pass_begins_no_earlier_than_requested() {
     let settings = Settings { run: Run::Merge, min_pass_millisecs: 2000, ..Settings::default() };
     let (mut worker, guest, control) = worker(settings, 4096);
     let clock = SimClock::new(Duration::from_micros(100));
     pace(&mut worker, &clock, Duration::from_secs(100));
     assert_eq!(control.statistics().full_scans, 50);
 
-    // Passes over more memory take longer, and the next one follows at once; pages written to are
-    // looked at more slowly.
+    // Passes over more memory take longer, and the next one follows immediately; pages written to
+    // are scanned more slowly.
     let settings =
         Settings { min_pass_millisecs: 10, max_written_per_second: 2048, ..control.settings() };
     worker.merger_mut().change(settings).unwrap();

@@ -1,4 +1,4 @@
-//! This program once more, in a process that can be limited without limiting other tests.
+//! This program run again, in a process that can be limited without limiting other tests.
 
 use std::path::Path;
 use std::process::Command;
@@ -6,7 +6,8 @@ use std::process::Command;
 const ROLE: &str = "EBB_SCARCE_TEST_ROLE";
 const FOLDER: &str = "EBB_SCARCE_TEST_FOLDER";
 
-/// Runs `role` in a shell's `preparation`, which may use `$folder`; what it said, if it succeeded.
+/// Runs `role` after a shell's `preparation`, which may use `$folder`; returns its output on
+/// success.
 pub fn run(role: &str, folder: &Path, preparation: &str) -> String {
     let script = format!(
         "{preparation}\nexec \"$0\" --exact child::another_process --ignored --nocapture --quiet"
@@ -29,7 +30,7 @@ pub fn run(role: &str, folder: &Path, preparation: &str) -> String {
     said
 }
 
-/// What the other process does.
+/// Body of the other process.
 #[test]
 #[ignore = "the body of other processes"]
 fn another_process() {

@@ -1,4 +1,4 @@
-//! Merging where something has run out.
+//! Merging with exhausted resources.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a failing helper is a failing test")]
 

@@ -1,5 +1,4 @@
-//! No memory for stable pages: a memory file that must not become larger, or must not be made at
-//! all.
+//! No memory for stable pages: a memory file that must not grow, or cannot be created at all.
 
 use std::sync::Arc;
 
@@ -14,7 +13,7 @@ use vm_memory::{Bytes, GuestAddress};
 const PAGES: u64 = 4096;
 const PAGE: usize = 4096;
 
-/// Bytes that a file may have from now on.
+/// Sets the maximum size of files from now on.
 fn limit(bytes: Option<u64>) {
     setrlimit(Resource::Fsize, Rlimit { current: bytes, ..getrlimit(Resource::Fsize) }).unwrap();
 }
@@ -27,7 +26,7 @@ fn ram(segments: &Arc<StableSegments>) -> Result<Arc<GuestRam>, MergeUnavailable
     Ok(Arc::new(ram))
 }
 
-/// A page that is told by a number.
+/// A page whose content encodes a number.
 fn content(number: u64) -> [u8; PAGE] {
     let mut content = [0x5a; PAGE];
     content[8..16].copy_from_slice(&number.to_le_bytes());
@@ -54,7 +53,7 @@ impl Host {
         for _ in 0..passes {
             while !self.merger.scan(256).finished_pass {}
         }
-        // Nothing is lost, whatever became of merging.
+        // No content is lost, whether merging succeeds or not.
         assert!((0..2 * PAGES).all(|page| read(&self.ram, page) == content(page % PAGES)));
         let statistics = self.merger.statistics();
         assert_eq!(statistics.memory_errors, 0);
@@ -62,8 +61,8 @@ impl Host {
     }
 }
 
-/// What the test's process does: memory of two halves with the same content, and files that must
-/// not become larger for a while.
+/// Body of the test's process: memory of two halves with the same content, and files that must not
+/// grow for a while.
 pub fn merge() {
     let segments = StableSegments::new();
     let ram = match ram(&segments) {
@@ -88,7 +87,7 @@ pub fn merge() {
     let error = host.merger.last_error().unwrap();
     assert!(error.contains("no room for another stable page"), "{error}");
 
-    // A file that is there, with memory for a part of it.
+    // An existing file, with memory for a part of it.
     let room = PAGES / 4;
     limit(None);
     assert_eq!(host.merger.store().slots().pages_in_use(), 0);
@@ -105,7 +104,7 @@ pub fn merge() {
     let resident = host.ram.resident_bytes().unwrap();
     assert!(resident >= (2 * PAGES - 2 * room) * PAGE as u64, "{resident}");
 
-    // There is memory again.
+    // Memory is available again.
     limit(None);
     let statistics = host.passes(40);
     assert_eq!(
@@ -117,8 +116,8 @@ pub fn merge() {
 }
 
 #[test]
-fn what_cannot_be_merged_for_lack_of_memory_is_merged_later() {
-    // The signal that comes with the error would end the process; the monitor blocks it.
+fn pages_not_merged_for_lack_of_memory_are_merged_later() {
+    // The signal that accompanies the error would end the process; the monitor blocks it.
     let said = crate::child::run("merges", std::path::Path::new("/"), "trap '' XFSZ");
     assert!(said.contains("merged") || said.contains("not tested"), "{said}");
 }

@@ -1,10 +1,10 @@
-//! A folder for the domain's name without room: merging by the kernel is refused.
+//! A directory for the domain's name without room: merging by the kernel is refused.
 
 use std::path::Path;
 
 use ebb_page_merge::kernel::KernelDomain;
 
-/// What the test's process does, where `run` is a file system without room.
+/// Body of the test's process, where `run` is a file system without room.
 pub fn join(folder: &Path) {
     let run = folder.join("run");
     for _ in 0..2 {
@@ -14,7 +14,7 @@ pub fn join(folder: &Path) {
     let full = run.join("full");
     std::fs::remove_file(&full).unwrap();
     let first = KernelDomain::join(&run, "web").unwrap();
-    // Full again: what is named already needs no room.
+    // Full again: an existing file needs no room.
     std::fs::write(&full, vec![1_u8; 1 << 20]).unwrap_err();
     let second = KernelDomain::join(&run, "web").unwrap();
     drop(first);
@@ -25,14 +25,14 @@ pub fn join(folder: &Path) {
 }
 
 #[test]
-fn without_room_for_the_domains_name_the_kernel_is_not_asked_to_merge() {
+fn without_room_for_the_domains_name_the_kernel_does_not_merge() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("not tested: only root can mount a small file system");
         return;
     }
     let folder = tempfile::tempdir().unwrap();
     std::fs::create_dir(folder.path().join("run")).unwrap();
-    // In a namespace of its own, which takes the mount along when it ends.
+    // In its own mount namespace, whose end removes the mount.
     let preparation =
         "[ -n \"$apart\" ] || apart=1 exec unshare --mount --propagation private sh -e -c '
         mount -t tmpfs -o size=256k none \"$folder/run\"

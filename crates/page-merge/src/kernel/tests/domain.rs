@@ -1,11 +1,11 @@
-//! Several processes, and their domain.
+//! The domain of several processes.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 
 use super::*;
 
-/// What the child process of other tests does.
+/// Body of the child process of other tests.
 #[test]
 #[ignore = "other tests run it in a process of its own"]
 fn in_a_child_process() {
@@ -35,7 +35,7 @@ fn end(mut child: Child) {
 }
 
 #[test]
-fn another_domain_is_refused_as_long_as_there_is_a_process() {
+fn another_domain_is_refused_while_a_process_exists() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().join("made");
     let first = other(&folder);
@@ -47,7 +47,7 @@ fn another_domain_is_refused_as_long_as_there_is_a_process() {
     assert!(error.contains(&first.id().to_string()), "{error}");
     let ours = KernelDomain::join(&folder, "a").unwrap();
     end(first);
-    // The one that has named the domain is gone, and others of it are there.
+    // The process that wrote the domain is gone, and others of the domain remain.
     assert!(matches!(KernelDomain::join(&folder, "b"), Err(KsmError::OtherDomain { .. })));
     drop(ours);
     let b = KernelDomain::join(&folder, "b").unwrap();
@@ -58,9 +58,9 @@ fn another_domain_is_refused_as_long_as_there_is_a_process() {
     KernelDomain::join(&folder, "b").unwrap();
 }
 
-/// Whoever comes first: never are there two domains at a time.
+/// Whichever comes first: there are never two domains at a time.
 #[test]
-fn of_many_at_once_all_are_of_one_domain() {
+fn concurrent_processes_are_all_of_one_domain() {
     let folder = tempfile::tempdir().unwrap();
     for _ in 0..50 {
         let joined = std::sync::Mutex::new(Vec::new());
@@ -82,7 +82,7 @@ fn of_many_at_once_all_are_of_one_domain() {
 }
 
 #[test]
-fn a_file_that_cannot_be_used_is_named() {
+fn the_error_names_an_unusable_file() {
     let folder = tempfile::tempdir().unwrap();
     fs::create_dir(folder.path().join("ksm-domain")).unwrap();
     let error = KernelDomain::join(folder.path(), "a").unwrap_err().to_string();

@@ -10,7 +10,7 @@ fn present() -> Values {
 }
 
 #[test]
-fn nothing_is_written_that_is_so_already() {
+fn unchanged_values_are_not_written() {
     assert_eq!(plan(&present(), &present()).unwrap(), []);
     assert_eq!(plan(&present(), &Values::new()).unwrap(), []);
 }
@@ -30,7 +30,7 @@ fn everything_is_unmerged_before_nodes_are_kept_apart() {
 }
 
 #[test]
-fn merging_goes_on_after_a_change_that_stopped_it() {
+fn merging_continues_after_a_change_that_stopped_it() {
     let running = present().with(Knob::Run, RUN_MERGE);
     let steps = plan(&running, &Values::new().with(Knob::MaxPageSharing, 2)).unwrap();
     assert_eq!(
@@ -53,11 +53,10 @@ fn merging_goes_on_after_a_change_that_stopped_it() {
 }
 
 #[test]
-fn the_advisor_goes_before_its_pages_are_set() {
+fn the_advisor_is_turned_off_before_its_pages_are_set() {
     let advised = present().with(Knob::AdvisorMode, ADVISOR_SCAN_TIME).with(Knob::PagesToScan, 700);
     let wanted = Values::new().with(Knob::AdvisorMode, ADVISOR_NONE).with(Knob::PagesToScan, 700);
-    // It is written although it is 700 now: the kernel sets it to its default when the advisor
-    // goes.
+    // It is written although it is 700 now: the kernel resets it when the advisor is turned off.
     assert_eq!(
         plan(&advised, &wanted).unwrap(),
         [Action::Write(Knob::AdvisorMode, ADVISOR_NONE), Action::Write(Knob::PagesToScan, 700)]
@@ -68,7 +67,7 @@ fn the_advisor_goes_before_its_pages_are_set() {
 /// The settings that `steps` change.
 fn touched(steps: &[Action]) -> Vec<Knob> {
     let of = |step: &Action| match step {
-        // An advisor that comes or goes changes the number of pages.
+        // Turning the advisor on or off changes the number of pages.
         Action::Write(Knob::AdvisorMode, _) => vec![Knob::AdvisorMode, Knob::PagesToScan],
         Action::Write(knob, _) => vec![*knob],
         Action::Unmerge => vec![Knob::Run],
@@ -96,7 +95,7 @@ fn any_values() -> impl Strategy<Value = Values> {
     )
 }
 
-/// What Linux does with a write (mm/ksm.c); `Err` for what it refuses.
+/// Linux's behaviour on a write (mm/ksm.c); `Err` if it refuses.
 fn linux(state: &mut Values, shared: &mut u64, step: Action) -> Result<(), &'static str> {
     match step {
         Action::Unmerge => {
@@ -126,10 +125,10 @@ fn linux(state: &mut Values, shared: &mut u64, step: Action) -> Result<(), &'sta
 }
 
 proptest! {
-    /// Every change gets through, changes what it was to change and nothing else, and can be taken
-    /// back by asking for what was before.
+    /// Every change is accepted, changes exactly the requested settings, and can be undone by
+    /// requesting the previous ones.
     #[test]
-    fn every_change_gets_through_and_back(start in any_values(), wanted in any_values()) {
+    fn every_change_is_accepted_and_can_be_undone(start in any_values(), wanted in any_values()) {
         let before: Values = present().iter().chain(start.iter()).collect();
         let (mut state, mut shared) = (before, 5);
         let steps = plan(&before, &wanted).unwrap();

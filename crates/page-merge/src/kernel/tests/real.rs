@@ -1,10 +1,10 @@
-//! On this machine's own KSM: for root, where there is one.
+//! Tests on this machine's own KSM: for root, where available.
 
 use super::*;
 use crate::testing::MachineKsm;
 
 #[test]
-fn the_kernel_takes_changes_and_has_them_taken_back() {
+fn the_kernel_accepts_changes_and_their_undoing() {
     let Some(machine) = MachineKsm::take() else { return };
     let sharing = machine.before().get(Knob::MaxPageSharing).unwrap();
     let mut wanted = Values::new()
@@ -25,7 +25,7 @@ fn the_kernel_takes_changes_and_has_them_taken_back() {
         guard.ksm().apply(&Values::new().with(Knob::AdvisorMode, ADVISOR_SCAN_TIME)).unwrap();
         let advised = machine.ksm().settings().unwrap();
         assert_eq!(advised.get(Knob::AdvisorMode), Some(ADVISOR_SCAN_TIME));
-        // The kernel refuses the number itself while there is an advisor: here it is left out.
+        // The kernel refuses the number while an advisor is active: here it is omitted.
         guard.ksm().apply(&Values::new().with(Knob::PagesToScan, 5)).unwrap();
     }
     drop(guard);
@@ -33,7 +33,7 @@ fn the_kernel_takes_changes_and_has_them_taken_back() {
 }
 
 #[test]
-fn the_kernel_says_what_it_does_not_take() {
+fn the_kernel_rejects_invalid_values() {
     let Some(machine) = MachineKsm::take() else { return };
     let error = machine.ksm().apply(&Values::new().with(Knob::MaxPageSharing, 1)).unwrap_err();
     assert!(
