@@ -1,4 +1,4 @@
-//! What a discard costs, by backing, size of a range, and number of ranges a system call.
+//! Cost of a discard by backing, size of a range, and number of ranges per system call.
 
 #![allow(clippy::unwrap_used, missing_docs, reason = "a benchmark")]
 
@@ -10,7 +10,7 @@ use ebb_guest_ram::{Backing, GuestRam, GuestRange, HugePages, Populate, RegionSp
 use rustix::mm::{Advice, madvise};
 use vm_memory::GuestAddress;
 
-/// Memory discarded in an iteration, in bytes: every other block of twice as much.
+/// Memory discarded per iteration, in bytes: every other block of twice as much.
 const BYTES: u64 = 128 << 20;
 
 fn ram(backing: Backing, huge_pages: HugePages) -> GuestRam {

@@ -1,4 +1,4 @@
-//! What sets of pages, the log of writes, and whole pages out and in cost.
+//! Cost of sets of pages, of the write log, and of reading and writing whole pages.
 
 #![allow(clippy::unwrap_used, missing_docs, reason = "a benchmark")]
 
@@ -12,9 +12,9 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegio
 
 /// Pages of 8 GiB.
 const SET_PAGES: u64 = (8 << 30) / PAGE_SIZE_BYTES;
-/// Memory that is read and written, in bytes.
+/// Memory read and written, in bytes.
 const RAM_BYTES: u64 = 256 << 20;
-/// What is read or written in one call, in pages: 2 MiB.
+/// Pages read or written per call: 2 MiB.
 const CALL_PAGES: u64 = 512;
 
 fn all() -> [GuestRange; 1] {
@@ -61,7 +61,7 @@ fn ram(backing: Backing, populate: Populate) -> GuestRam {
     GuestRam::new(&[region], backing, HugePages::On, populate).unwrap()
 }
 
-/// One write after the other, to all pages in turn.
+/// Writes to all pages in turn, one at a time.
 fn write_all(criterion: &mut Criterion, name: &str, mut write: impl FnMut(GuestAddress)) {
     let mut group = criterion.benchmark_group("write of 8 bytes");
     group.warm_up_time(Duration::from_millis(200)).measurement_time(Duration::from_secs(1));
@@ -111,7 +111,7 @@ fn whole_pages(criterion: &mut Criterion) {
         let full = ram(backing, Populate::Prealloc);
         let mut call = 0;
         let mut held = Vec::new();
-        for (state, ram) in [("held", &full), ("never touched", &fresh)] {
+        for (state, ram) in [("populated", &full), ("never touched", &fresh)] {
             group.bench_function(format!("populated_ranges/{name}, {state}"), |bencher| {
                 bencher.iter(|| {
                     call += 1;
@@ -126,13 +126,13 @@ fn whole_pages(criterion: &mut Criterion) {
                 full.read_pages(range(call), &mut content).unwrap();
             });
         });
-        group.bench_function(format!("write_pages/{name}, held"), |bencher| {
+        group.bench_function(format!("write_pages/{name}, populated"), |bencher| {
             bencher.iter(|| {
                 call += 1;
                 full.write_pages(range(call), &content).unwrap();
             });
         });
-        group.bench_function(format!("write_pages/{name}, not held"), |bencher| {
+        group.bench_function(format!("write_pages/{name}, not populated"), |bencher| {
             bencher.iter_batched(
                 || {
                     call += 1;

@@ -1,4 +1,4 @@
-//! What saving memory, restoring it, and touching it for the first time cost.
+//! Cost of saving memory, of restoring it, and of the first access to it.
 
 #![allow(clippy::unwrap_used, missing_docs, reason = "a benchmark")]
 
@@ -13,7 +13,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 const BYTES: u64 = 256 << 20;
 
-/// What the guest has left in its memory.
+/// Content of the guest's memory.
 #[derive(Clone, Copy)]
 enum Content {
     /// Data in every page.
@@ -24,7 +24,7 @@ enum Content {
     Sparse,
 }
 
-/// Makes memory to be touched.
+/// Creates memory to be accessed.
 type Maker<'a> = Box<dyn Fn() -> GuestRam + 'a>;
 
 fn spec() -> RegionSpec {
@@ -43,7 +43,7 @@ fn fill(ram: &GuestRam, content: Content) {
     }
 }
 
-/// Files in memory, so that no disk is measured.
+/// Files in memory, to exclude the cost of a disk.
 fn target() -> File {
     memfd_create("ebb-bench", MemfdFlags::CLOEXEC).unwrap().into()
 }
@@ -73,8 +73,7 @@ fn save(criterion: &mut Criterion) {
     for (name, backing, huge_pages, content) in cases {
         let ram = fresh(backing, huge_pages);
         fill(&ram, content);
-        // The file's pages are allocated anew each time, since saving begins with taking out what
-        // it held.
+        // A new file each time, since saving begins with discarding the file's old content.
         let file = target();
         group.bench_function(name, |bencher| {
             bencher.iter_custom(|iterations| {
@@ -146,7 +145,7 @@ fn first_touch(criterion: &mut Criterion) {
     });
 }
 
-/// Mapping a file of many extents, and taking its pages out one block at a time.
+/// Maps a file of many extents, and discards its pages one block at a time.
 fn restore_and_discard(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("restore");
     group.sample_size(10).warm_up_time(Duration::from_millis(200));

@@ -1,4 +1,4 @@
-//! Whole pages: which ones the host holds, their content out and in.
+//! Whole pages: which ones are populated, and access to their content.
 
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -8,20 +8,19 @@ use vm_memory::{Bytes, GuestAddress};
 
 use crate::{Backing, GuestRam, GuestRange, RamError};
 
-/// What is looked at in one go, in pages: the host's answer for 64 MiB takes 128 KiB.
+/// Pages examined at a time: the result of mincore(2) for 64 MiB takes 128 KiB.
 const LOOK_PAGES: u64 = (64 << 20) / PAGE_SIZE_BYTES;
 
 impl GuestRam {
-    /// Adds to `populated` the parts of `range` that the host holds content for: in memory, in swap
-    /// space, in the memory's file, or in the file that it was [restored](Self::restore) from. All
-    /// other pages read as zeros, and reading them would make the host allocate some of them.
+    /// Adds to `populated` the parts of `range` for which the host holds content: in memory, in
+    /// swap space, in the memory's file, or in the file that it was [restored](Self::restore) from.
+    /// All other pages read as zeros, and reading them would make the host allocate some of them.
     ///
-    /// The parts are in ascending order, as long as they can be, and do not cross regions. If
-    /// others write to the memory meanwhile, a page is reported as it was at some moment of the
+    /// The parts are in ascending order, as long as possible, and do not cross regions. If the
+    /// memory is written to concurrently, a page is reported in its state at some moment of the
     /// call. If the host does not report single pages, all count as populated.
     ///
-    /// Opens no file. System calls: `pread64`, `lseek`, `mincore`, and what memory of the heap
-    /// needs.
+    /// Opens no file. System calls: `pread64`, `lseek`, `mincore`, and those of heap allocation.
     ///
     /// # Errors
     /// [`RamError::OutsideRam`] if not all of the range is guest memory, [`RamError::Resident`] if
@@ -32,7 +31,7 @@ impl GuestRam {
         populated: &mut Vec<GuestRange>,
     ) -> Result<(), RamError> {
         for part in self.parts_of(range)? {
-            // No range of this part is joined with one from before.
+            // Ranges of this part are not joined with earlier ones.
             let first_of_part = populated.len();
             for start in (part.start.0..part.end().0).step_by(LOOK_PAGES as usize) {
                 let look = GuestRange::new(Pfn(start), LOOK_PAGES).intersection(part);
@@ -51,10 +50,10 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Copies the pages of `range` into `content`. The guest may write meanwhile: then some bytes
-    /// are from before a write and others from after it, even within a page.
+    /// Copies the pages of `range` into `content`. If the guest writes concurrently, some bytes are
+    /// from before a write and others from after it, even within a page.
     ///
-    /// Meant for pages that are [populated](Self::populated_ranges). Others are zeros, and
+    /// Intended for pages that are [populated](Self::populated_ranges). Others are zeros, and
     /// anonymous memory gets an entry in its page tables for each. System calls: `pread64`.
     ///
     /// # Errors
@@ -69,8 +68,8 @@ impl GuestRam {
         for part in self.parts_of(range)? {
             let (content, behind) = rest.split_at_mut(part.size_bytes() as usize);
             rest = behind;
-            // A mere read of a hole through a mapping would allocate a page, so files are read as
-            // such.
+            // Reading a hole through a mapping would allocate a page, so files are read with system
+            // calls.
             let file = self.piece(part).and_then(|piece| piece.file);
             let result = match file {
                 Some((file, offset)) => file.read_exact_at(content, offset),
@@ -84,9 +83,8 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Replaces the content of the pages of `range`. Pages of a memfd are written to the file: that
-    /// takes half the time of page faults for those that are not there yet. System call:
-    /// `pwrite64`.
+    /// Replaces the content of the pages of `range`. Pages of a memfd are written to the file: for
+    /// absent pages that takes half the time of page faults. System call: `pwrite64`.
     ///
     /// # Errors
     /// [`RamError::OutsideRam`] if not all of the range is guest memory, before anything is
@@ -110,10 +108,10 @@ impl GuestRam {
     /// Replaces the content of pages of one region.
     fn write_part(&self, part: GuestRange, content: &[u8]) -> io::Result<()> {
         match self.piece(part).and_then(|piece| piece.file) {
-            // Files of huge pages cannot be written to.
+            // Huge page files cannot be written to.
             Some((file, offset)) if self.backing() == Backing::Memfd => {
                 let result = file.write_all_at(content, offset);
-                // In case of an error too, since then a part has been written.
+                // Also after an error, since then a part has been written.
                 self.note_changed(&[part]);
                 result
             }
@@ -124,7 +122,7 @@ impl GuestRam {
         }
     }
 
-    /// The parts of a range, one a region, all of which must be guest memory.
+    /// The parts of a range, one per region, all of which must be guest memory.
     pub(crate) fn parts_of(
         &self,
         range: GuestRange,

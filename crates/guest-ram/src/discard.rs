@@ -1,4 +1,4 @@
-//! Giving pages back to the host, by backing.
+//! Discards pages, by backing.
 //!
 //! | backing | call | why |
 //! | --- | --- | --- |
@@ -7,8 +7,9 @@
 //! | private mapping of a file (restored and merged memory) | replaced by anonymous memory, see [`overlay`](crate::overlay) | `MADV_DONTNEED` would bring back what the file holds |
 //! | hugetlb memfd | the same, whole huge pages only | the file system zeroes parts of a huge page instead of freeing them |
 //!
-//! Each leaves the range reading as zeros: a hole punched into a file is also taken out of every
-//! mapping of it (mm/shmem.c, `shmem_fallocate`; fs/hugetlbfs/inode.c, `hugetlbfs_punch_hole`).
+//! After each, the range reads as zeros: punching a hole into a file also unmaps it from every
+//! mapping of the file (mm/shmem.c, `shmem_fallocate`; fs/hugetlbfs/inode.c,
+//! `hugetlbfs_punch_hole`).
 
 use std::fs::File;
 use std::io;
@@ -24,22 +25,22 @@ use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
 use crate::{GuestRange, RamError};
 
-/// Ranges that one `process_madvise` takes (`UIO_MAXIOV`).
+/// Maximum number of ranges per `process_madvise` (`UIO_MAXIOV`).
 const MAX_VECTORS: usize = 1024;
 
-/// What a discard did.
+/// Result of a discard.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DiscardOutcome {
-    /// Bytes given back to the host.
+    /// Bytes discarded.
     pub bytes: u64,
-    /// Contiguous ranges that they were given back in.
+    /// Contiguous ranges discarded.
     pub ranges: u64,
-    /// System calls that it took.
+    /// Number of system calls.
     pub syscalls: u64,
-    /// Bytes not given back because discards are inhibited.
+    /// Bytes kept because discards are inhibited.
     pub inhibited_bytes: u64,
-    /// Bytes not given back because the rest of their huge page is in use, or, in restored and in
-    /// merged memory, because the file's mapping around them cannot be cut any more. They read as
+    /// Bytes kept because the rest of their huge page is in use, or, in restored and in merged
+    /// memory, because the file's mapping around them cannot be split any more. They read as
     /// before.
     pub deferred_bytes: u64,
 }
@@ -54,22 +55,22 @@ impl AddAssign for DiscardOutcome {
     }
 }
 
-/// How anonymous memory is discarded when there are several ranges.
+/// How several ranges of anonymous memory are discarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DiscardMethod {
-    /// `process_madvise(MADV_DONTNEED)` on the process itself, up to 1024 ranges a call (Linux 6.13
-    /// and later).
+    /// `process_madvise(MADV_DONTNEED)` on the process itself, up to 1024 ranges per call (Linux
+    /// 6.13 and later).
     Vectored,
-    /// One `madvise(MADV_DONTNEED)` a range.
+    /// One `madvise(MADV_DONTNEED)` per range.
     Single,
-    /// One `fallocate(FALLOC_FL_PUNCH_HOLE)` a range; memory backed by files.
+    /// One `fallocate(FALLOC_FL_PUNCH_HOLE)` per range; memory backed by files.
     PunchHole,
 }
 
 /// Part of a range that lies within one region.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Piece<'a> {
-    /// Number of the region.
+    /// Index of the region.
     pub(crate) region: usize,
     /// Guest pages.
     pub(crate) range: GuestRange,
@@ -80,7 +81,7 @@ pub(crate) struct Piece<'a> {
 }
 
 impl Piece<'_> {
-    /// The part of this piece that `range` is; `None` if that is empty.
+    /// The part of this piece within `range`; `None` if it is empty.
     pub(crate) fn part(&self, range: GuestRange) -> Option<Self> {
         let range = self.range.intersection(range);
         let offset_bytes = range.start.address() - self.range.start.address();
@@ -96,12 +97,12 @@ impl Piece<'_> {
 /// Discards pieces of guest memory that have been checked.
 #[derive(Debug)]
 pub(crate) struct Discarder {
-    /// The process itself, if `process_madvise` may discard its memory.
+    /// The process itself, if `process_madvise` can discard its memory.
     own_process: Option<OwnedFd>,
 }
 
 impl Discarder {
-    /// Finds out what the kernel can do.
+    /// Determines the kernel's capabilities.
     pub(crate) fn probe() -> Self {
         let own_process = probe_vectored().inspect_err(|error| {
             tracing::debug!(
@@ -111,17 +112,17 @@ impl Discarder {
         Self { own_process: own_process.ok() }
     }
 
-    /// One that makes a call for each range, for comparison.
+    /// A discarder that makes a call for each range, for comparison.
     pub(crate) fn single() -> Self {
         Self { own_process: None }
     }
 
-    /// Whether several anonymous ranges go into one call.
+    /// Whether several anonymous ranges are discarded with one call.
     pub(crate) fn is_vectored(&self) -> bool {
         self.own_process.is_some()
     }
 
-    /// Gives the pieces back to the host.
+    /// Returns the pieces' memory to the host.
     ///
     /// # Safety
     /// Each piece's address must be that of a live mapping of guest memory that covers the piece
@@ -134,7 +135,8 @@ impl Discarder {
                 rest.iter().take(MAX_VECTORS).take_while(|piece| piece.file.is_none()).count();
             let done = match (&self.own_process, first.file) {
                 (Some(process), None) if anonymous > 1 => {
-                    // SAFETY: the caller vouches for the pieces, which are all anonymous.
+                    // SAFETY: the caller guarantees the validity of the pieces, which are all
+                    // anonymous.
                     unsafe { discard_vectored(process, &rest[..anonymous]) }
                 }
                 _ => 0,
@@ -145,7 +147,7 @@ impl Discarder {
                 outcome.ranges += done as u64;
                 rest = &rest[done..];
             } else {
-                // SAFETY: the caller vouches for the piece.
+                // SAFETY: the caller guarantees the validity of the piece.
                 unsafe { discard_one(first) }?;
                 rest = others;
                 outcome.bytes += first.range.size_bytes();
@@ -157,8 +159,8 @@ impl Discarder {
     }
 }
 
-/// Discards pieces with one call; returns how many were discarded entirely. The caller goes on with
-/// the next one alone, so that an error, if there is one, is reported with its range.
+/// Discards pieces with one call; returns how many were discarded entirely. The caller continues
+/// with the next one alone, so that an error is reported with its range.
 ///
 /// # Safety
 /// As for [`Discarder::discard`], and the pieces must be anonymous memory.
@@ -170,9 +172,9 @@ unsafe fn discard_vectored(process: &OwnedFd, pieces: &[Piece<'_>]) -> usize {
             iov_len: piece.range.size_bytes() as usize,
         })
         .collect();
-    // SAFETY: the caller vouches that the addresses are guest memory without Rust references, whose
-    // content may vanish. `vectors` is an array of `vectors.len()` iovecs that lives until the call
-    // returns.
+    // SAFETY: the caller guarantees that the addresses are guest memory without Rust references,
+    // whose content may vanish. `vectors` is an array of `vectors.len()` iovecs that lives until
+    // the call returns.
     let discarded_bytes = unsafe { process_madvise(process, &vectors) }.unwrap_or(0);
     let mut left_bytes = discarded_bytes;
     pieces
@@ -196,8 +198,8 @@ unsafe fn discard_one(piece: &Piece<'_>) -> Result<(), RamError> {
             let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             ("fallocate(FALLOC_FL_PUNCH_HOLE)", fallocate(file, mode, offset, size_bytes))
         } else {
-            // SAFETY: the caller vouches that this is guest memory without Rust references, whose
-            // content may vanish; later reads see zeros.
+            // SAFETY: the caller guarantees that this is guest memory without Rust references,
+            // whose content may vanish; later reads see zeros.
             let result = unsafe {
                 madvise(piece.address as *mut _, size_bytes as usize, Advice::LinuxDontNeed)
             };
@@ -219,8 +221,8 @@ unsafe fn discard_one(piece: &Piece<'_>) -> Result<(), RamError> {
 /// If `process` is this process, nothing may rely on the content of the memory that `vectors`
 /// describes.
 unsafe fn process_madvise(process: &OwnedFd, vectors: &[libc::iovec]) -> io::Result<u64> {
-    // SAFETY: the caller vouches for the memory that the vectors describe; the pointer and the
-    // count describe the slice, which outlives the call.
+    // SAFETY: the caller guarantees the validity of the memory that the vectors describe; the
+    // pointer and the count describe the slice, which outlives the call.
     let result = unsafe {
         libc::syscall(
             libc::SYS_process_madvise,
@@ -234,8 +236,8 @@ unsafe fn process_madvise(process: &OwnedFd, vectors: &[libc::iovec]) -> io::Res
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as u64) }
 }
 
-/// Tries `process_madvise` on a page made for it. Linux before 6.13 refuses advice that destroys
-/// content, even for the process itself.
+/// Tries `process_madvise` on a page mapped for this purpose. Linux before 6.13 refuses advice that
+/// destroys content, even for the process itself.
 fn probe_vectored() -> io::Result<OwnedFd> {
     let process = pidfd_open(getpid(), PidfdFlags::empty())?;
     let size_bytes = PAGE_SIZE_BYTES as usize;
@@ -251,7 +253,7 @@ fn probe_vectored() -> io::Result<OwnedFd> {
     let vector = libc::iovec { iov_base: page, iov_len: size_bytes };
     // SAFETY: the page was mapped above for this purpose and is used by nothing else.
     let result = unsafe { process_madvise(&process, &[vector]) };
-    // SAFETY: the page was mapped above and is not used any more.
+    // SAFETY: the page was mapped above and is no longer used.
     unsafe { munmap(page, size_bytes) }?;
     if result? == PAGE_SIZE_BYTES { Ok(process) } else { Err(io::ErrorKind::Unsupported.into()) }
 }

@@ -1,4 +1,4 @@
-//! What can go wrong with guest memory.
+//! Errors of guest memory.
 
 use std::io;
 
@@ -14,21 +14,22 @@ pub enum RamError {
 
     /// A region's start or size is not a multiple of the backing's page size, or the size is 0.
     #[error(
-        "guest memory region at {start:#x} of {size_bytes} bytes: start and size must be multiples of {unit_bytes} \
-         bytes with this backing, and the size at least that; choose another size"
+        "guest memory region at {start:#x} of {size_bytes} bytes: start and size must be multiples \
+         of {unit_bytes} bytes with this backing, and the size at least that; choose another size"
     )]
     UnalignedRegion {
-        /// Guest-physical address asked for.
+        /// Requested guest-physical address.
         start: u64,
-        /// Size asked for, in bytes.
+        /// Requested size in bytes.
         size_bytes: u64,
-        /// What both must be multiples of, in bytes.
+        /// Unit of both, in bytes.
         unit_bytes: u64,
     },
 
     /// Regions overlap, are not in ascending order, or exceed the address space.
     #[error(
-        "guest memory region at {start:#x} of {size_bytes} bytes overlaps its predecessor or wraps around"
+        "guest memory region at {start:#x} of {size_bytes} bytes overlaps its predecessor or wraps \
+         around"
     )]
     OverlappingRegion {
         /// Guest-physical address of the offending region.
@@ -39,28 +40,29 @@ pub enum RamError {
 
     /// The pool of huge pages is too small.
     #[error(
-        "guest memory needs {wanted_pages} huge pages of 2 MiB and {free_pages} are free; as root, write at least \
-         {missing_pages} more into /proc/sys/vm/nr_hugepages, or use another backing"
+        "guest memory needs {wanted_pages} huge pages of 2 MiB and {free_pages} are free; as root, \
+         write at least {missing_pages} more into /proc/sys/vm/nr_hugepages, or use another backing"
     )]
     TooFewHugePages {
         /// Huge pages that the region needs.
         wanted_pages: u64,
         /// Huge pages that the host has free and unreserved.
         free_pages: u64,
-        /// By how much the pool is short.
+        /// Number of missing huge pages.
         missing_pages: u64,
     },
 
-    /// The memory could not be mapped or its file not created.
+    /// The memory could not be mapped or its file not be created.
     #[error(
-        "cannot {action} {size_bytes} bytes of guest memory: {source}; is there enough memory and address space?"
+        "cannot {action} {size_bytes} bytes of guest memory: {source}; is there enough memory and \
+         address space?"
     )]
     Map {
-        /// The step that failed.
+        /// The failed step.
         action: &'static str,
         /// Size of the region in bytes.
         size_bytes: u64,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
@@ -69,38 +71,38 @@ pub enum RamError {
     Advise {
         /// The `madvise` advice.
         advice: &'static str,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
     /// The memory could not be bound to a host node.
     #[error(
-        "cannot bind guest memory to host node {node}: {source}; `ls /sys/devices/system/node` lists the nodes of \
-         this host"
+        "cannot bind guest memory to host node {node}: {source}; `ls /sys/devices/system/node` \
+         lists the nodes of this host"
     )]
     BindNode {
-        /// The host node asked for.
+        /// The requested host node.
         node: u32,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
     /// The memory could not be allocated in advance.
     #[error(
-        "cannot allocate {size_bytes} bytes of guest memory in advance: {source}; the host has too little free \
-         memory (of this kind or on this node), or a kernel older than 5.14"
+        "cannot allocate {size_bytes} bytes of guest memory in advance: {source}; the host has too \
+         little free memory (of this kind or on this node), or a kernel older than 5.14"
     )]
     Populate {
-        /// Bytes that were to be allocated in the step that failed.
+        /// Bytes to be allocated in the failed step.
         size_bytes: u64,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
     /// More memory than the host has was to be allocated in advance.
     #[error(
-        "cannot allocate {size_bytes} bytes of guest memory in advance: the host has {host_bytes} bytes in all; ask \
-         for less, or let the guest's use allocate it"
+        "cannot allocate {size_bytes} bytes of guest memory in advance: the host has only \
+         {host_bytes} bytes; request less, or let the guest's use allocate it"
     )]
     LargerThanHost {
         /// Size of all regions in bytes.
@@ -112,64 +114,64 @@ pub enum RamError {
     /// A range is not, or not entirely, guest memory.
     #[error("{range} is not within guest memory")]
     OutsideRam {
-        /// The range asked for.
+        /// The requested range.
         range: GuestRange,
     },
 
-    /// The host refused to take pages back. Ranges before this one have been discarded.
+    /// The host refused to discard pages. Ranges before this one have been discarded.
     #[error("cannot discard {range} with {call}: {source}")]
     Discard {
-        /// The range asked for.
+        /// The requested range.
         range: GuestRange,
         /// The system call.
         call: &'static str,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
-    /// The amount of resident memory could not be found out.
-    #[error("cannot find out how much guest memory is resident: {source}")]
+    /// The amount of resident memory could not be determined.
+    #[error("cannot determine how much guest memory is resident: {source}")]
     Resident {
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
-    /// Memory that another process handed over is not what it must be.
+    /// Memory received from another process is invalid.
     #[error("cannot take over guest memory of another process: {problem}")]
     Adopt {
-        /// What was found, and what must be.
+        /// The actual and the required property.
         problem: String,
     },
 
     /// The descriptor of a memory file could not be duplicated.
     #[error("cannot duplicate the descriptor of guest memory's file: {source}")]
     Share {
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
     /// The kernel cannot make all threads of the process execute a memory barrier.
     #[error(
-        "cannot start to note writes to guest memory: {source}; this takes the system call membarrier with private \
-         expedited barriers (Linux 4.14, CONFIG_MEMBARRIER)"
+        "cannot start to log writes to guest memory: {source}; this requires the system call \
+         membarrier with private expedited barriers (Linux 4.14, CONFIG_MEMBARRIER)"
     )]
     Barrier {
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
-    /// There is no room for the memory that was to be saved.
+    /// There is no room for the memory to be saved.
     #[error(
-        "no room to save guest memory: {source}, after {written_bytes} bytes of at most {needed_bytes}; free at least \
-         the difference, or save to another disk"
+        "no room to save guest memory: {source}, after {written_bytes} bytes of at most \
+         {needed_bytes}; free at least the difference, or save to another disk"
     )]
     DiskFull {
         /// Bytes written until then.
         written_bytes: u64,
-        /// Bytes that all of it takes at most; pages that are not written yet may turn out to be
-        /// zero.
+        /// Maximum number of bytes of the whole memory; pages that are not written yet may turn out
+        /// to be zero.
         needed_bytes: u64,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
@@ -178,7 +180,7 @@ pub enum RamError {
     WriteImage {
         /// Offset in the file, in bytes.
         offset_bytes: u64,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
@@ -187,52 +189,53 @@ pub enum RamError {
     ReadImage {
         /// Offset in the file, in bytes.
         offset_bytes: u64,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
     /// The content of pages could not be read.
     #[error("cannot read guest memory at {range}: {source}")]
     ReadPages {
-        /// The range asked for.
+        /// The requested range.
         range: GuestRange,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
     /// The content of pages could not be replaced.
     #[error("cannot write guest memory at {range}: {source}")]
     WritePages {
-        /// The range asked for.
+        /// The requested range.
         range: GuestRange,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
-    /// Memory was to be saved to the file that it was restored from and still uses.
+    /// The target is the file that the memory was restored from and still uses.
     #[error(
-        "guest memory cannot be saved to the file that it was restored from, which is in use; save it to another file \
-         and rename that one"
+        "guest memory cannot be saved to the file that it was restored from, which is in use; save \
+         it to another file and rename that one"
     )]
     SaveOntoSource,
 
-    /// Saved memory is not what it must be.
+    /// Saved memory is invalid.
     #[error(transparent)]
     Image(#[from] ImageError),
 
-    /// Pages of memory that belongs to a file were to be merged.
+    /// Pages of memory that belongs to a file cannot be merged.
     #[error(
-        "{backing} cannot be merged: it belongs to a file that other processes may share, whose view a merge would not \
-         change; use anonymous memory"
+        "{backing} cannot be merged: it belongs to a file that other processes may share, whose \
+         view a merge would not change; use anonymous memory"
     )]
     NotMergeable {
-        /// What backs the memory.
+        /// Backing of the memory.
         backing: Backing,
     },
 
     /// The kernel cannot merge pages.
     #[error(
-        "this kernel cannot merge guest memory: it was built without KSM (CONFIG_KSM), there is no /sys/kernel/mm/ksm"
+        "this kernel cannot merge guest memory: it was built without KSM (CONFIG_KSM), there is no \
+         /sys/kernel/mm/ksm"
     )]
     NoKernelMerging,
 

@@ -1,5 +1,5 @@
-//! Bodies of fuzz targets: each takes any bytes and panics if this crate misbehaves. They also run
-//! as ordinary tests.
+//! Bodies of fuzz targets: each takes arbitrary bytes and panics if this crate misbehaves. They
+//! also run as ordinary tests.
 
 use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES};
 
@@ -12,7 +12,7 @@ pub type Target = (&'static str, fn(&[u8]));
 /// All targets.
 pub const TARGETS: [Target; 1] = [("ram_image", ram_image)];
 
-/// Numbers taken from bytes.
+/// Parses numbers from bytes.
 struct Input<'a>(&'a [u8]);
 
 impl Input<'_> {
@@ -22,7 +22,7 @@ impl Input<'_> {
         *first
     }
 
-    /// A number of bytes: mostly some pages, sometimes anything.
+    /// A number of bytes: mostly whole pages, sometimes arbitrary.
     fn bytes(&mut self) -> u64 {
         let kind = self.byte();
         match kind % 8 {
@@ -34,7 +34,7 @@ impl Input<'_> {
     }
 }
 
-/// The description of saved memory: whatever it says, it is refused or can be mapped within the
+/// The description of saved memory: whatever it contains, it is refused or can be mapped within the
 /// regions.
 pub fn ram_image(data: &[u8]) {
     let image = image_from(data);
@@ -77,7 +77,7 @@ fn image_from(data: &[u8]) -> RamImage {
     }
 }
 
-/// What [`RamImage::validate`] promises, in other words.
+/// The guarantee of [`RamImage::validate`], implemented differently.
 fn is_right(image: &RamImage) -> bool {
     let page = u128::from(PAGE_SIZE_BYTES);
     let span = |start: u64, size: u64| (u128::from(start), u128::from(start) + u128::from(size));
@@ -98,7 +98,7 @@ fn is_right(image: &RamImage) -> bool {
         && image.checksums.len() as u128 == ram_bytes.div_ceil(u128::from(CHUNK_BYTES))
 }
 
-/// Checks what would be mapped.
+/// Checks the mappings of an image.
 fn check_runs(image: &RamImage, max_runs: usize) {
     let runs = file_runs(image, max_runs);
     assert!(runs.len() <= max_runs.max(image.regions.len()));
@@ -136,11 +136,12 @@ mod tests {
             }
         }
 
-        /// Bytes that make right images.
+        /// Bytes that form valid images.
         #[test]
-        fn right_images_are_survived(extents in prop::collection::vec((0..9_u8, 1..9_u8), 0..60)) {
+        fn valid_images_are_survived(extents in prop::collection::vec((0..9_u8, 1..9_u8), 0..60)) {
             let extents = extents.into_iter().flat_map(|(gap, pages)| [0, gap, 0, pages]);
-            let data: Vec<_> = [3, 5, 1, 5, 9, 0, 0, 0, 3, 1, 1, 5, 40].into_iter().chain(extents).collect();
+            let prefix = [3, 5, 1, 5, 9, 0, 0, 0, 3, 1, 1, 5, 40];
+            let data: Vec<_> = prefix.into_iter().chain(extents).collect();
             prop_assert_eq!(image_from(&data).validate(), Ok(()));
             ram_image(&data);
         }

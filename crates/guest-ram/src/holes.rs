@@ -1,4 +1,4 @@
-//! Which parts of a sparse file hold data.
+//! Data segments of sparse files.
 
 use std::fs::File;
 use std::io;
@@ -10,9 +10,9 @@ use rustix::io::Errno;
 
 use crate::pagemap::{is_in_memory, mincore};
 
-/// The parts of `range`, which must begin and end at page borders, that may hold something other
-/// than zeros, in whole pages and ascending order (lseek(2), `SEEK_DATA`). A file system that does
-/// not know holes answers with the whole range; the file's end counts as a hole.
+/// The parts of `range`, which must begin and end at page boundaries, that may contain something
+/// other than zeros, in whole pages and ascending order (lseek(2), `SEEK_DATA`). A file system
+/// without holes reports the whole range; the file's end counts as a hole.
 ///
 /// Moves the file's position.
 pub(crate) fn data_segments(file: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
@@ -30,7 +30,7 @@ pub(crate) fn data_segments(file: &File, range: Range<u64>) -> io::Result<Vec<Ra
             break;
         }
         let hole = seek(file, SeekFrom::Hole(data))?;
-        // Blocks of a file system may be smaller than pages.
+        // File system blocks may be smaller than pages.
         let start = data / PAGE_SIZE_BYTES * PAGE_SIZE_BYTES;
         let end = hole.next_multiple_of(PAGE_SIZE_BYTES).min(range.end);
         push(&mut segments, start..end);
@@ -41,7 +41,7 @@ pub(crate) fn data_segments(file: &File, range: Range<u64>) -> io::Result<Vec<Ra
 
 /// As [`data_segments`], for a memory file that is mapped at `address` from the range's start on.
 ///
-/// The end of a segment is expensive to find with `SEEK_HOLE` in such a file: the kernel looks at
+/// Finding the end of a segment with `SEEK_HOLE` is expensive in such a file: the kernel examines
 /// each page up to there, and all of a guest's memory can be one segment. mincore(2) reports a
 /// bounded number of pages, except those in swap space; `SEEK_DATA` is cheap, and finds these.
 pub(crate) fn mapped_data_segments(
@@ -49,7 +49,7 @@ pub(crate) fn mapped_data_segments(
     range: Range<u64>,
     address: usize,
 ) -> io::Result<Vec<Range<u64>>> {
-    // Most of an idle guest's memory is one hole, which is skipped at once.
+    // Most of an idle guest's memory is one hole, which is skipped immediately.
     let Some(first) = data_pages(file, range.clone()).next().transpose()? else {
         return Ok(Vec::new());
     };
@@ -72,7 +72,7 @@ pub(crate) fn mapped_data_segments(
     Ok(segments)
 }
 
-/// Where the pages of a range are that are not in holes of the file, in memory or not.
+/// Offsets of the pages of a range that are not in holes of the file, in memory or not.
 fn data_pages(file: &File, range: Range<u64>) -> impl Iterator<Item = io::Result<u64>> {
     let mut next = range.start;
     std::iter::from_fn(move || {
@@ -93,7 +93,7 @@ fn data_pages(file: &File, range: Range<u64>) -> impl Iterator<Item = io::Result
     })
 }
 
-/// Adds a segment behind the others.
+/// Appends a segment.
 fn push(segments: &mut Vec<Range<u64>>, segment: Range<u64>) {
     match segments.last_mut() {
         Some(last) if segment.start <= last.end => last.end = segment.end,
@@ -123,7 +123,7 @@ mod tests {
                 file.write_all_at(&[1], page * PAGE + 5).unwrap();
             }
             let all = data_segments(&file, 0..1 << 20).unwrap();
-            // Disks may have larger blocks than pages, but all data is there and nothing overlaps.
+            // Disk blocks may be larger than pages, but all data is there and nothing overlaps.
             for page in [16, 17, 40] {
                 assert!(all.iter().any(|segment| segment.contains(&(page * PAGE))), "{all:?}");
             }
@@ -148,7 +148,7 @@ mod tests {
             let address = mapping.address() + range.start as usize;
             let found = mapped_data_segments(file, range.clone(), address).unwrap();
             assert_eq!(found, data_segments(file, range.clone()).unwrap(), "{range:?}");
-            // What would be found if nothing of it were in memory.
+            // The result if none of it were in memory.
             let pages: Vec<_> = data_pages(file, range).map(Result::unwrap).collect();
             let expected = found.into_iter().flat_map(|segment| segment.step_by(PAGE as usize));
             assert_eq!(pages, expected.collect::<Vec<_>>());
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_counts_as_data_if_part_of_it_is_written() {
+    fn a_partly_written_page_counts_as_data() {
         let file = tempfile::tempfile().unwrap();
         file.write_all_at(&[1; 10], 3 * PAGE).unwrap();
         assert_eq!(data_segments(&file, 3 * PAGE..9 * PAGE).unwrap(), [3 * PAGE..4 * PAGE]);

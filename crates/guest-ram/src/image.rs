@@ -1,10 +1,10 @@
-//! What guest memory that was saved looks like in its file.
+//! The format of saved guest memory.
 //!
-//! The file holds the regions one after the other, from some offset on: the byte of guest memory
+//! The file contains the regions one after the other, from some offset on: the byte of guest memory
 //! with *RAM offset* `n` (its offset in its region plus the sizes of all regions before) is the
-//! file's byte `offset + n`. Pages of zeros are not written; where the file system knows holes,
-//! they take no place. [`RamImage`] says which parts must be mapped and what they must contain;
-//! the writer of the file keeps it beside them.
+//! file's byte `offset + n`. Pages of zeros are not written; where the file system supports holes,
+//! they take no space. [`RamImage`] describes which parts must be mapped and their content; the
+//! writer of the file stores it next to the file.
 
 use std::fs::File;
 
@@ -24,13 +24,13 @@ pub use extents::{CHUNK_BYTES, Extent, ImageRegion, MAX_EXTENTS, RAM_IMAGE_VERSI
 pub(crate) use checksum::{ChunkHasher, nonzero_runs};
 pub(crate) use extents::{ExtentList, merge_across_gaps};
 
-/// More regions than this has no machine.
+/// Maximum number of regions; no machine has more.
 const MAX_REGIONS: usize = 1024;
 
-/// The description of saved guest memory, to be kept with it. Offsets and sizes are in bytes.
+/// The description of saved guest memory, stored with it. Offsets and sizes are in bytes.
 ///
-/// One that was read from a file may say anything: [`validate`](Self::validate) finds what cannot
-/// be right, and everything in this crate that takes an image does that first.
+/// A description that was read from a file is untrusted: [`validate`](Self::validate) finds invalid
+/// ones, and everything in this crate that takes an image calls it first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RamImage {
@@ -43,33 +43,32 @@ pub struct RamImage {
 }
 
 impl RamImage {
-    /// The regions that were saved, in ascending order of guest-physical address.
+    /// The saved regions, in ascending order of guest-physical address.
     pub fn regions(&self) -> &[ImageRegion] {
         &self.regions
     }
 
-    /// Size of all regions in bytes: what the image takes in its file, holes included.
+    /// Size of all regions in bytes: the image's size in its file, holes included.
     pub fn ram_bytes(&self) -> u64 {
         self.regions.iter().fold(0, |sum, region| sum.saturating_add(region.size_bytes))
     }
 
-    /// Bytes of the pages that are not all zero: what was written.
+    /// Bytes of the pages that are not all zero, which were written.
     pub fn data_bytes(&self) -> u64 {
         self.data_bytes
     }
 
-    /// The parts that hold something, in ascending order. Together they can be larger than
-    /// [`data_bytes`](Self::data_bytes), since there is a bound on their number: what lies between
-    /// two that were merged is a hole in the file and reads as zeros.
+    /// The parts that contain data, in ascending order. Together they can be larger than
+    /// [`data_bytes`](Self::data_bytes), since their number is bounded: the gap between two parts
+    /// that were merged is a hole in the file and reads as zeros.
     pub fn extents(&self) -> &[Extent] {
         &self.extents
     }
 
-    /// Checks that the image does not contradict itself. Cheap: the memory's content is not looked
-    /// at.
+    /// Checks that the image is consistent. Cheap: the memory's content is not examined.
     ///
     /// # Errors
-    /// What is wrong first.
+    /// The first problem found.
     pub fn validate(&self) -> Result<(), ImageError> {
         if self.version != RAM_IMAGE_VERSION {
             return Err(ImageError::UnknownVersion { found: self.version });
@@ -132,8 +131,7 @@ impl RamImage {
         Ok(ram_bytes)
     }
 
-    /// Checks that the image has the regions that `regions` asks for. Where they come from on the
-    /// host may differ.
+    /// Checks that the image has the requested regions. Their host nodes may differ.
     ///
     /// # Errors
     /// [`ImageError::OtherRegions`].
@@ -152,11 +150,11 @@ impl RamImage {
         }
     }
 
-    /// Checks that `file` is long enough to hold the memory from `file_offset_bytes` on, and that
-    /// it can be mapped from there.
+    /// Checks that `file` is long enough to contain the memory from `file_offset_bytes` on, and
+    /// that it can be mapped from there.
     ///
     /// # Errors
-    /// [`RamError::Image`], or [`RamError::ReadImage`] if the file's size cannot be found out.
+    /// [`RamError::Image`], or [`RamError::ReadImage`] if the file's size cannot be determined.
     pub fn validate_file(&self, file: &File, file_offset_bytes: u64) -> Result<(), RamError> {
         let needed_bytes = end_in_file(file_offset_bytes, self.ram_bytes())?;
         let file_bytes = rustix::fs::fstat(file)
@@ -172,7 +170,7 @@ impl RamImage {
     }
 }
 
-/// Where the memory ends in its file; checks that it can be mapped.
+/// End of the memory in its file; checks that it can be mapped.
 pub(crate) fn end_in_file(file_offset_bytes: u64, ram_bytes: u64) -> Result<u64, ImageError> {
     file_offset_bytes
         .checked_add(ram_bytes)

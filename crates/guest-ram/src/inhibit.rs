@@ -1,6 +1,6 @@
-//! Keeping guest memory from being discarded.
+//! Inhibiting discards of guest memory.
 //!
-//! Some users of guest memory break when pages vanish below them: a device that pinned them for DMA
+//! Some users of guest memory break when pages are discarded: a device that pinned them for DMA
 //! would write to pages that the guest no longer sees; a postcopy destination would fetch a
 //! discarded page again from its source; a background snapshot would save a page that no longer has
 //! its content.
@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
-/// Why nothing may be discarded.
+/// Reason why nothing may be discarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum InhibitReason {
@@ -21,7 +21,7 @@ pub enum InhibitReason {
     BackgroundSnapshot,
     /// Another process has the memory, or is about to get it.
     Migration,
-    /// The operator asked for it.
+    /// The operator requested it.
     Operator,
 }
 
@@ -39,7 +39,7 @@ impl fmt::Display for InhibitReason {
 
 type Counts = BTreeMap<InhibitReason, usize>;
 
-/// The reasons in force. Discards hold the lock for reading, so that none is under way once a
+/// The reasons in force. Discards hold the lock for reading, so that none is in progress once a
 /// reason has been added.
 #[derive(Debug, Default)]
 pub(crate) struct Inhibitors {
@@ -47,7 +47,7 @@ pub(crate) struct Inhibitors {
 }
 
 impl Inhibitors {
-    /// Adds a reason; waits for a discard that is under way.
+    /// Adds a reason; waits for a discard in progress.
     pub(crate) fn add(self: &Arc<Self>, reason: InhibitReason) -> InhibitGuard {
         *self.counts.write().unwrap_or_else(PoisonError::into_inner).entry(reason).or_insert(0) +=
             1;
@@ -67,7 +67,7 @@ impl Inhibitors {
     }
 }
 
-/// Proof that nothing inhibits discards; none can begin to while it lives.
+/// Proof that discards are not inhibited; they cannot be inhibited while it lives.
 pub(crate) struct DiscardPermission<'a> {
     _counts: RwLockReadGuard<'a, Counts>,
 }

@@ -12,32 +12,31 @@ use crate::{Backing, GuestRam, RamError};
 /// Whether the kernel may merge guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KernelMerging {
-    /// Its pages may be merged with pages of all other memory of the host that is advised so,
-    /// whosever it is (`MADV_MERGEABLE`).
+    /// Its pages may be merged with pages of all other memory of the host with this advice,
+    /// whatever its owner (`MADV_MERGEABLE`).
     Allow,
-    /// What is merged gets pages of its own again, now, and nothing is merged any more
-    /// (`MADV_UNMERGEABLE`).
+    /// Merged pages are unmerged now, and no page is merged any more (`MADV_UNMERGEABLE`).
     Forbid,
 }
 
 impl GuestRam {
-    /// Advises the kernel whether it may merge this memory (Linux mm/ksm.c). Nothing happens before
-    /// its thread is started (/sys/kernel/mm/ksm/run).
+    /// Advises the kernel whether it may merge this memory (Linux mm/ksm.c). This has no effect
+    /// before its thread is started (/sys/kernel/mm/ksm/run).
     ///
     /// In [restored](Self::restore) memory, pages of the file are not merged, only those that the
     /// guest has written to. System call: `madvise`.
     ///
     /// # Errors
     /// [`RamError::NotMergeable`] if the memory belongs to files; [`RamError::NoKernelMerging`] if
-    /// the kernel was built without it; [`RamError::Advise`] for other refusals, for example when
-    /// there is no memory for pages of their own: some pages may still be merged then, and it can
-    /// be tried again.
+    /// the kernel was built without it; [`RamError::Advise`] for other refusals, for example
+    /// without memory for unmerging: some pages may still be merged then, and the call can be
+    /// repeated.
     pub fn advise_mergeable(&self, merging: KernelMerging) -> Result<(), RamError> {
         if self.backing() != Backing::Anonymous {
             return Err(RamError::NotMergeable { backing: self.backing() });
         }
-        // What is to be put in the place of restored pages must be as the rest, or would not become
-        // one mapping with it.
+        // The memory that replaces restored pages needs the same advice as the rest, or would not
+        // become one mapping with it.
         let templates = self.overlay.get().map_or(&[][..], Overlay::templates);
         self.mappings.iter().chain(templates).try_for_each(|mapping| advise(mapping, merging))?;
         if merging == KernelMerging::Allow {

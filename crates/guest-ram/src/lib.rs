@@ -1,23 +1,22 @@
-//! Memory of a virtual machine: how it is mapped, and how pages that the guest does not use go back
-//! to the host.
+//! Memory of a virtual machine: its mapping, and the return of pages that the guest does not use to
+//! the host.
 //!
-//! [`GuestRam`] owns the mappings, one a [`RegionSpec`]. What backs them decides how a page is
-//! given back, see [`Backing`]; callers need not care: they pass guest page ranges to
+//! [`GuestRam`] owns the mappings, one per [`RegionSpec`]. The backing decides how a page is
+//! discarded, see [`Backing`]; callers are independent of it: they pass guest page ranges to
 //! [`GuestRam::discard`] (pages that may be in use again as soon as the call returns, as in page
 //! reporting) or [`GuestRam::discard_ballooned`] (pages that stay out of use until
 //! [`GuestRam::reclaim`], as in a balloon).
 //!
 //! [`GuestRam::save`] writes memory to a sparse file, and [`GuestRam::restore`] starts from one,
-//! reading what is touched. [`GuestRam::share`] and [`GuestRam::adopt`] hand memory over to another
+//! reading pages on demand. [`GuestRam::share`] and [`GuestRam::adopt`] pass memory to another
 //! process.
 //!
-//! A live migration, which copies memory while it changes, asks what is there with
-//! [`GuestRam::populated_ranges`], and what has changed: the monitor's own doing with
-//! [`GuestRam::start_write_log`], what the guest writes with `kvm_dirty` (feature `kvm`). A
-//! [`PageBitmap`] holds the answers.
+//! A live migration, which copies memory while it changes, finds populated pages with
+//! [`GuestRam::populated_ranges`], pages written by the monitor with [`GuestRam::start_write_log`],
+//! and pages written by the guest with `kvm_dirty` (feature `kvm`). A [`PageBitmap`] stores them.
 //!
 //! Guest memory is never a Rust reference: the guest writes to it at any time. It is read and
-//! written through [`vm_memory`]'s volatile accesses only.
+//! written only through [`vm_memory`]'s volatile accesses.
 
 mod access;
 mod discard;

@@ -27,11 +27,11 @@ const WORD_BITS: u32 = usize::BITS;
 /// Largest node number that Linux can be configured for (`NODES_SHIFT` 10).
 const MAX_NODE: u32 = 1023;
 
-/// A region of guest memory in the process's address space, with an inaccessible page or more at
+/// A region of guest memory in the process's address space, with at least one inaccessible page at
 /// either end.
 ///
-/// Host and guest-physical address are congruent modulo 2 MiB, without which neither the host's
-/// transparent huge pages nor KVM's huge mappings can cover guest memory.
+/// Host and guest-physical address are congruent modulo 2 MiB; otherwise neither the host's
+/// transparent huge pages nor KVM's huge mappings could cover guest memory.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     reservation: Reservation,
@@ -108,8 +108,8 @@ impl Mapping {
             HugePages::Off => ("MADV_NOHUGEPAGE", Advice::LinuxNoHugepage),
         };
         match self.advise(name, advice) {
-            // A kernel without transparent huge pages does what HugePages::Off asks for, and the
-            // other is a wish.
+            // A kernel without transparent huge pages behaves as HugePages::Off requests, and
+            // HugePages::On is only a hint.
             Err(RamError::Advise { source, .. }) if source.raw_os_error() == Some(libc::EINVAL) => {
                 tracing::debug!("this kernel has no transparent huge pages");
                 Ok(())
@@ -125,7 +125,7 @@ impl Mapping {
     }
 
     fn advise(&self, name: &'static str, advice: Advice) -> Result<(), RamError> {
-        // SAFETY: the range is this mapping's own. The advices given are policies: none changes the
+        // SAFETY: the range is this mapping's own. All advices given are policies: none changes the
         // memory's content.
         let result = unsafe { madvise(self.address as *mut _, self.size_bytes, advice) };
         result.map_err(|error| RamError::Advise { advice: name, source: error.into() })
@@ -161,18 +161,19 @@ impl Mapping {
     }
 
     /// Replaces memory elsewhere, no larger than this mapping, by memory like this mapping's, which
-    /// must be anonymous. What it contains goes there; if it was never touched, that is nothing.
+    /// must be anonymous. This mapping's content moves there; if it was never touched, there is
+    /// none.
     ///
     /// # Safety
     /// The memory at `address` must be guest memory or a mapping of this crate's own, nothing may
-    /// rely on its content (other than that it is what takes its place), and it must not overlap
-    /// this mapping.
+    /// rely on its content (except that it equals the replacement), and it must not overlap this
+    /// mapping.
     pub(crate) unsafe fn copy_over(&self, address: usize, size_bytes: usize) -> io::Result<()> {
         assert!(size_bytes <= self.size_bytes);
         let flags = MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP;
         let (from, to) = (self.address as *mut _, address as *mut _);
-        // SAFETY: MREMAP_DONTUNMAP leaves this mapping in place. What it replaces is guest memory
-        // on whose content nothing relies, as the caller vouches, and stays guest memory.
+        // SAFETY: MREMAP_DONTUNMAP leaves this mapping in place. It replaces guest memory on whose
+        // content nothing relies, as the caller guarantees, and the result is guest memory.
         let result = unsafe { mremap_fixed(from, size_bytes, size_bytes, flags, to) };
         if let Err(error) = result {
             abort_unless_mapped(to, size_bytes, error);
@@ -229,8 +230,8 @@ impl Reservation {
     ) -> Result<(), Errno> {
         assert!(address >= self.address && address + size_bytes <= self.address + self.size_bytes);
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // Huge pages are reserved at once, so that too small a pool shows here and not as a SIGBUS
-        // in the guest.
+        // Huge pages are reserved at once, so that too small a pool causes an error here and not a
+        // SIGBUS in the guest.
         let reserve =
             if backing == Backing::Hugetlb2M { MapFlags::empty() } else { MapFlags::NORESERVE };
         if let Some(file) = file {
@@ -267,9 +268,9 @@ pub(crate) fn bind_to_node(address: usize, size_bytes: usize, node: u32) -> io::
     }
     let mut mask = [0_usize; (MAX_NODE + 1) as usize / WORD_BITS as usize];
     mask[(node / WORD_BITS) as usize] = 1 << (node % WORD_BITS);
-    // The kernel reads one bit less than the number given (mm/mempolicy.c, get_nodes).
+    // The kernel reads one bit less than the given number (mm/mempolicy.c, get_nodes).
     let mask_bits = mask.len() * WORD_BITS as usize + 1;
-    // SAFETY: mbind changes only where future pages of the range come from, never the content of
+    // SAFETY: mbind changes only the node of future pages of the range, never the content of
     // memory, and reads `mask_bits - 1` bits from `mask`, which lives until the call returns and is
     // that long.
     let result = unsafe {
@@ -278,11 +279,11 @@ pub(crate) fn bind_to_node(address: usize, size_bytes: usize, node: u32) -> io::
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Ends the process if guest memory was lost. The kernel takes the old mapping away before it makes
-/// the new one, and can lack memory for that (a cgroup's limit). Another thread could then map
-/// something of its own there, for the guest to write to.
+/// Ends the process if guest memory was lost. The kernel removes the old mapping before it makes
+/// the new one, and can lack memory for that (a cgroup's limit). Another thread could then map its
+/// own memory there, to which the guest would write.
 pub(crate) fn abort_unless_mapped(address: *mut std::ffi::c_void, size_bytes: usize, error: Errno) {
-    // SAFETY: normal access is what all guest memory is advised, and the advice changes no content.
+    // SAFETY: normal access is the advice of all guest memory, and the advice changes no content.
     // The range was guest memory, and guest memory is not unmapped while it is being discarded.
     let result = unsafe { madvise(address, size_bytes, Advice::Normal) };
     if result == Err(Errno::NOMEM) {
@@ -291,8 +292,8 @@ pub(crate) fn abort_unless_mapped(address: *mut std::ffi::c_void, size_bytes: us
     }
 }
 
-/// A memory file whose size can never change, so that no access to its mapping can fault for lack
-/// of file.
+/// A memory file whose size can never change, so that no access to its mapping can fault beyond the
+/// file's end.
 fn create_file(size_bytes: usize, kind: MemfdFlags) -> io::Result<File> {
     let fd: OwnedFd =
         memfd_create("ebb-guest-ram", kind | MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
@@ -311,7 +312,7 @@ fn too_few_huge_pages(size_bytes: u64) -> RamError {
     };
     let wanted_pages = size_bytes.div_ceil(HUGE_PAGE_SIZE_BYTES);
     let free_pages = read("free_hugepages").saturating_sub(read("resv_hugepages"));
-    // At least one: the pool changed between the refusal and this look at it.
+    // At least one: the pool changed between the refusal and this check.
     let missing_pages = wanted_pages.saturating_sub(free_pages).max(1);
     RamError::TooFewHugePages { wanted_pages, free_pages, missing_pages }
 }

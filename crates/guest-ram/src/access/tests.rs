@@ -8,7 +8,7 @@ use crate::{Backing, HugePages, Populate, RegionSpec};
 const PAGE: u64 = PAGE_SIZE_BYTES;
 const PAGES: u64 = 100;
 
-/// Two regions that adjoin and one behind a gap.
+/// Two regions that adjoin and one after a gap.
 fn ram(backing: Backing) -> GuestRam {
     let region = |first: u64| RegionSpec {
         start: GuestAddress(first * PAGE),
@@ -50,11 +50,12 @@ enum Step {
 
 proptest! {
     #[test]
-    fn what_was_written_is_held_and_reads_as_written(
+    fn written_pages_are_populated_and_read_as_written(
         backing in prop::sample::select(&[Backing::Anonymous, Backing::Memfd]),
         steps in prop::collection::vec(
             prop_oneof![
-                3 => (any_range(), any::<u8>()).prop_map(|(range, value)| Step::Write(range, value)),
+                3 => (any_range(), any::<u8>())
+                    .prop_map(|(range, value)| Step::Write(range, value)),
                 1 => any_range().prop_map(Step::Discard),
             ],
             1..20,
@@ -80,7 +81,9 @@ proptest! {
         let found = held(&ram, asked);
         prop_assert_eq!(pages(&found), expected);
         prop_assert!(found.is_sorted());
-        let border = |pair: &[GuestRange]| pair[0].end() != pair[1].start || pair[1].start == Pfn(PAGES);
+        let border = |pair: &[GuestRange]| {
+            pair[0].end() != pair[1].start || pair[1].start == Pfn(PAGES)
+        };
         prop_assert!(found.windows(2).all(border));
         for page in asked.start.0..asked.end().0 {
             prop_assert_eq!(held(&ram, range(page, 1)).len() == 1, model[page as usize].is_some());
@@ -91,9 +94,10 @@ proptest! {
             let value = model[page as usize].unwrap_or(0);
             prop_assert!(content.iter().all(|byte| *byte == value), "page {}", page);
         }
-        // Reading has made no page of a file.
+        // Reading has allocated no page of a file.
         if backing == Backing::Memfd {
-            let all: BTreeSet<u64> = (0..2 * PAGES).filter(|page| model[*page as usize].is_some()).collect();
+            let all: BTreeSet<u64> =
+                (0..2 * PAGES).filter(|page| model[*page as usize].is_some()).collect();
             prop_assert_eq!(pages(&held(&ram, range(0, 2 * PAGES))), all);
         }
     }
@@ -116,7 +120,7 @@ fn ranges_that_are_not_guest_memory_are_refused() {
 }
 
 #[test]
-fn what_was_there_before_stays_in_the_list() {
+fn earlier_entries_stay_in_the_list() {
     let ram = ram(Backing::Anonymous);
     ram.write_pages(range(1, 1), &[1; PAGE as usize]).unwrap();
     let mut held = vec![range(0, 1)];
@@ -125,7 +129,7 @@ fn what_was_there_before_stays_in_the_list() {
 }
 
 #[test]
-fn content_of_the_file_that_memory_was_restored_from_counts() {
+fn content_of_the_snapshot_file_counts() {
     let origin = ram(Backing::Anonymous);
     origin.write_pages(range(3, 2), &[7; 2 * PAGE as usize]).unwrap();
     origin.write_pages(range(10, 1), &[8; PAGE as usize]).unwrap();

@@ -4,8 +4,8 @@
 //! of memory. The crate `twox-hash` is written in Rust, maintained and widely used, and chooses
 //! vector instructions at run time.
 //!
-//! A chunk's checksum covers its pages that are not all zero, each behind its RAM offset. So it
-//! depends on the memory's content alone: whether zeros are a hole, were written, or lie in an
+//! A chunk's checksum covers its pages that are not all zero, each preceded by its RAM offset. So
+//! it depends on the memory's content alone: whether zeros are a hole, were written, or lie in an
 //! extent makes no difference.
 
 use std::hash::Hasher;
@@ -48,7 +48,7 @@ impl ChunkHasher {
     }
 }
 
-/// The longest parts of `content`, whole pages, in which no page is all zero, as ranges of bytes.
+/// The longest parts of `content`, whole pages, in which no page is all zero, as byte ranges.
 pub(crate) fn nonzero_runs(content: &[u8]) -> impl Iterator<Item = Range<usize>> {
     let is_data =
         move |start: usize| start < content.len() && !is_zero(&content[start..start + PAGE]);
@@ -58,7 +58,7 @@ pub(crate) fn nonzero_runs(content: &[u8]) -> impl Iterator<Item = Range<usize>>
             next += PAGE;
         }
         let start = next;
-        // The page that ended the search is data, if there is one.
+        // The page that ended the search, if any, contains data.
         while next < content.len() && (next == start || is_data(next)) {
             next += PAGE;
         }
@@ -66,7 +66,7 @@ pub(crate) fn nonzero_runs(content: &[u8]) -> impl Iterator<Item = Range<usize>>
     })
 }
 
-/// Whether all bytes are zero. Blocks without a branch inside become vector instructions; most
+/// Whether all bytes are zero. Blocks without an inner branch become vector instructions; most
 /// pages in use end the search in the first one.
 fn is_zero(page: &[u8]) -> bool {
     page.chunks(256).all(|block| block.iter().fold(0, |seen, byte| seen | byte) == 0)
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn checksums_tell_content_and_place_apart_but_not_pieces() {
+    fn checksums_depend_on_content_and_place_but_not_on_pieces() {
         let of = |parts: &[(u64, &[u8])]| {
             let mut hasher = ChunkHasher::new();
             for (offset, content) in parts {
@@ -99,7 +99,7 @@ mod tests {
 
     #[test]
     fn the_checksum_is_the_one_of_version_1() {
-        // Known answer: images that were written must stay readable.
+        // Known answer: existing images must stay readable.
         let mut hasher = ChunkHasher::new();
         hasher.add(4096, &pages(&[1, 2]));
         let bytes =

@@ -1,14 +1,15 @@
-//! What can be wrong with saved guest memory.
+//! Errors of saved guest memory.
 
 use super::extents::{ImageRegion, MAX_EXTENTS, RAM_IMAGE_VERSION};
 
-/// Saved guest memory, or its description, is not what it must be.
+/// Saved guest memory, or its description, is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ImageError {
     /// Another version of the description.
     #[error(
-        "saved memory has version {found}, this program reads version {RAM_IMAGE_VERSION}; use the program that saved it"
+        "saved memory has version {found}, this program reads version {RAM_IMAGE_VERSION}; use the \
+         program that saved it"
     )]
     UnknownVersion {
         /// The version found.
@@ -22,10 +23,10 @@ pub enum ImageError {
         found: usize,
     },
 
-    /// A region that cannot be.
+    /// An invalid region.
     #[error(
-        "saved memory has a region at {start:#x} of {size_bytes} bytes that is empty, not aligned to pages, or not \
-         behind its predecessor; its description is damaged"
+        "saved memory has a region at {start:#x} of {size_bytes} bytes that is empty, not aligned to \
+         pages, or not behind its predecessor; its description is damaged"
     )]
     BadRegion {
         /// Guest-physical address.
@@ -36,40 +37,44 @@ pub enum ImageError {
 
     /// The memory of another machine.
     #[error(
-        "saved memory has the regions {image}, and {asked} are asked for; restore it with the sizes that it was saved with"
+        "saved memory has the regions {image}, and {asked} are requested; restore it with the sizes \
+         with which it was saved"
     )]
     OtherRegions {
         /// Regions of the image.
         image: String,
-        /// Regions asked for.
+        /// Requested regions.
         asked: String,
     },
 
-    /// An extent that cannot be.
+    /// An invalid extent.
     #[error(
-        "saved memory has an extent of {size_bytes} bytes at RAM offset {offset_bytes:#x} that {problem}; its description is damaged"
+        "saved memory has an extent of {size_bytes} bytes at RAM offset {offset_bytes:#x} that \
+         {problem}; its description is damaged"
     )]
     BadExtent {
         /// RAM offset.
         offset_bytes: u64,
         /// Size in bytes.
         size_bytes: u64,
-        /// What is wrong.
+        /// The problem.
         problem: &'static str,
     },
 
     /// More extents than are ever written.
     #[error(
-        "saved memory has {found} extents, more than the {MAX_EXTENTS} that are ever written; its description is damaged"
+        "saved memory has {found} extents, more than the {MAX_EXTENTS} that are ever written; its \
+         description is damaged"
     )]
     TooManyExtents {
         /// Number of extents.
         found: usize,
     },
 
-    /// The amount of data does not fit its places.
+    /// The amount of data does not fit the extents.
     #[error(
-        "saved memory claims {data_bytes} bytes of data in extents of {extent_bytes} bytes; its description is damaged"
+        "saved memory claims {data_bytes} bytes of data in extents of {extent_bytes} bytes; its \
+         description is damaged"
     )]
     DataBytes {
         /// Bytes claimed.
@@ -87,9 +92,10 @@ pub enum ImageError {
         expected: u64,
     },
 
-    /// The memory cannot lie there in its file.
+    /// The offset in the file is invalid.
     #[error(
-        "saved memory cannot lie at offset {file_offset_bytes:#x} of a file: that is no multiple of 4096 or too large"
+        "saved memory cannot be at offset {file_offset_bytes:#x} of a file: that is not a multiple of \
+         4096 or is too large"
     )]
     BadFileOffset {
         /// Offset in the file, in bytes.
@@ -98,7 +104,8 @@ pub enum ImageError {
 
     /// The file ends before the memory does.
     #[error(
-        "the file with the saved memory has {file_bytes} bytes and needs {needed_bytes}: it was cut short"
+        "the file with the saved memory has {file_bytes} bytes and needs {needed_bytes}: it was cut \
+         short"
     )]
     FileTooShort {
         /// Size found, in bytes.
@@ -107,10 +114,10 @@ pub enum ImageError {
         needed_bytes: u64,
     },
 
-    /// The content is not what was saved.
+    /// The content differs from the saved one.
     #[error(
-        "saved memory is damaged between RAM offsets {offset_bytes:#x} and {end_bytes:#x}: the checksum differs; \
-         restore another copy"
+        "saved memory is damaged between RAM offsets {offset_bytes:#x} and {end_bytes:#x}: the \
+         checksum differs; restore another copy"
     )]
     WrongChecksum {
         /// RAM offset of the chunk.
@@ -119,9 +126,10 @@ pub enum ImageError {
         end_bytes: u64,
     },
 
-    /// There is more or less in the file than was saved.
+    /// The file contains more or less data than was saved.
     #[error(
-        "saved memory has {found_bytes} bytes of data and {data_bytes} were saved; its description is damaged"
+        "saved memory has {found_bytes} bytes of data and {data_bytes} were saved; its description is \
+         damaged"
     )]
     WrongDataBytes {
         /// Bytes found.
@@ -131,7 +139,7 @@ pub enum ImageError {
     },
 }
 
-/// Regions for a message; a few are enough to see the difference.
+/// Regions for a message; a few suffice to see the difference.
 pub(super) fn list(regions: &[ImageRegion]) -> String {
     const SHOWN: usize = 8;
     let mut text: Vec<_> = regions

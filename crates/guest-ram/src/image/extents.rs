@@ -1,4 +1,4 @@
-//! The parts of saved memory: regions, and extents that hold something, in lists that stay short.
+//! The parts of saved memory: regions, and extents with data, in lists of bounded length.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,12 +9,12 @@ pub const RAM_IMAGE_VERSION: u32 = 1;
 /// in pieces, large enough that the checksums of a terabyte fit into some hundred kilobytes.
 pub const CHUNK_BYTES: u64 = 64 << 20;
 
-/// More extents than this are merged across the smallest gaps. Each becomes a mapping of the
-/// restored memory with another one behind it, and a process has 65530 by default
+/// Maximum number of extents; further ones are merged across the smallest gaps. Each becomes a
+/// mapping of the restored memory with another one behind it, and a process has 65530 by default
 /// (`vm.max_map_count`).
 pub const MAX_EXTENTS: usize = 4096;
 
-/// A region of the memory that was saved.
+/// A saved region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ImageRegion {
@@ -24,7 +24,7 @@ pub struct ImageRegion {
     pub size_bytes: u64,
 }
 
-/// A part of the memory that holds something; all others read as zeros.
+/// A part of the memory with data; all others read as zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Extent {
@@ -48,19 +48,19 @@ pub(crate) struct ExtentList {
 }
 
 impl ExtentList {
-    /// Adds data behind all that was added before.
+    /// Adds data behind all data added before.
     pub(crate) fn push(&mut self, offset_bytes: u64, size_bytes: u64) {
         match self.extents.last_mut() {
             Some(last) if last.end_bytes() == offset_bytes => last.size_bytes += size_bytes,
             _ => self.extents.push(Extent { offset_bytes, size_bytes }),
         }
-        // Much longer in between, so that the choice of gaps is good and its cost small.
+        // A larger bound in between, so that the choice of gaps is good and its cost small.
         if self.extents.len() >= 4 * MAX_EXTENTS {
             merge_across_gaps(&mut self.extents, 2 * MAX_EXTENTS, |_, _| true);
         }
     }
 
-    /// At most [`MAX_EXTENTS`] extents that cover all that was added.
+    /// At most [`MAX_EXTENTS`] extents that cover all added data.
     pub(crate) fn finish(mut self) -> Vec<Extent> {
         merge_across_gaps(&mut self.extents, MAX_EXTENTS, |_, _| true);
         self.extents
@@ -68,7 +68,7 @@ impl ExtentList {
 }
 
 /// Merges neighbours for which `mergeable` holds until at most `limit` extents are left, those with
-/// the smallest gap between them first. `extents` are in ascending order.
+/// the smallest gaps first. `extents` are in ascending order.
 pub(crate) fn merge_across_gaps(
     extents: &mut Vec<Extent>,
     limit: usize,
@@ -127,7 +127,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_smallest_gaps_vanish_and_no_more_than_needed(before in extents(), limit in 1..40_usize) {
+        fn the_smallest_gaps_vanish_and_no_more_than_needed(
+            before in extents(),
+            limit in 1..40_usize,
+        ) {
             let mut after = before.clone();
             merge_across_gaps(&mut after, limit, |_, _| true);
             prop_assert_eq!(after.len(), before.len().min(limit));
@@ -144,7 +147,11 @@ mod tests {
         }
 
         #[test]
-        fn borders_are_never_crossed(before in extents(), limit in 1..40_usize, border in 0..300_u64) {
+        fn borders_are_never_crossed(
+            before in extents(),
+            limit in 1..40_usize,
+            border in 0..300_u64,
+        ) {
             let mut after = before.clone();
             let same_side = |left: &Extent, right: &Extent| {
                 (left.offset_bytes < border) == (right.offset_bytes < border)
@@ -171,7 +178,7 @@ mod tests {
         let extents = list.finish();
         assert_eq!(extents.len(), MAX_EXTENTS);
         assert!(extents.windows(2).all(|pair| pair[0].end_bytes() < pair[1].offset_bytes));
-        // The large gap in the middle is one of those that are left.
+        // The large gap in the middle is one of the remaining ones.
         assert!(extents.iter().all(|extent| extent.size_bytes < 1 << 30));
         let mut covering = extents.iter().peekable();
         for offset in pushed {

@@ -43,7 +43,7 @@ fn restore(image: &RamImage, file: &File) -> Result<GuestRam, RamError> {
 }
 
 #[test]
-fn an_image_tells_what_is_in_it() {
+fn an_image_describes_its_content() {
     let (file, image) = saved();
     assert_eq!(image.ram_bytes(), 66 * MIB);
     assert_eq!(image.data_bytes(), 5 * PAGE);
@@ -127,7 +127,7 @@ fn memory_of_another_machine_is_refused() {
     let text = error.to_string();
     assert!(
         text.contains(
-            "0x100000000+0x100000, and 0x0+0x4100000, 0x100000000+0x200000 are asked for"
+            "0x100000000+0x100000, and 0x0+0x4100000, 0x100000000+0x200000 are requested"
         ),
         "{text}"
     );
@@ -159,7 +159,7 @@ fn offsets_that_cannot_be_mapped_are_refused() {
 }
 
 #[test]
-fn damaged_content_is_found_where_it_is() {
+fn damaged_content_is_located() {
     let first = ImageError::WrongChecksum { offset_bytes: 0, end_bytes: 64 * MIB };
     let second = ImageError::WrongChecksum { offset_bytes: 64 * MIB, end_bytes: 66 * MIB };
     let damages: [(u64, &[u8], &ImageError); 4] = [
@@ -173,13 +173,13 @@ fn damaged_content_is_found_where_it_is() {
         file.write_all_at(bytes, FILE_OFFSET + offset).unwrap();
         assert_eq!(verify(&image, &file).unwrap_err(), *expected);
     }
-    // A page that moved.
+    // A page that was moved.
     let (file, mut image) = saved();
     file.write_all_at(&[0; 4096], FILE_OFFSET + 2 * PAGE).unwrap();
     file.write_all_at(&[0x5a; 4096], FILE_OFFSET + 5 * PAGE).unwrap();
     image.extents[0].offset_bytes += PAGE;
     assert_eq!(verify(&image, &file).unwrap_err(), first);
-    // An extent that is missing, and an amount that is not right.
+    // A missing extent, and a wrong amount.
     let (file, mut image) = saved();
     image.data_bytes -= PAGE;
     assert!(matches!(

@@ -7,19 +7,19 @@ use super::{CHUNK_BYTES, ChunkHasher, ImageError, RamImage, nonzero_runs};
 use crate::RamError;
 use crate::holes::data_segments;
 
-/// What is read at a time, in bytes: stays in the processor's cache.
+/// Bytes read at a time; they stay in the processor's cache.
 const BUFFER_BYTES: usize = 512 << 10;
 
 impl RamImage {
     /// Reads all memory that was saved to `file` from `file_offset_bytes` on, and compares it with
     /// the checksums. `progress` is called after each chunk with the number of bytes of
-    /// [`ram_bytes`](Self::ram_bytes) are done.
+    /// [`ram_bytes`](Self::ram_bytes) that are done.
     ///
-    /// What lies outside of the extents is not looked at, since it is not used.
+    /// Data outside of the extents is not examined, since it is not used.
     ///
     /// # Errors
-    /// [`RamError::Image`] if it is not what was saved, [`RamError::ReadImage`] if it cannot be
-    /// read.
+    /// [`RamError::Image`] if it differs from the saved memory, [`RamError::ReadImage`] if it
+    /// cannot be read.
     pub fn verify(
         &self,
         file: &File,

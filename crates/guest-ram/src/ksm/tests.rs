@@ -1,4 +1,5 @@
-//! With the kernel's own thread. It is one for the whole machine, so whoever uses it holds a lock.
+//! Tests with the kernel's own thread. There is one for the whole machine, so users of it hold a
+//! lock.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -23,14 +24,14 @@ fn range(start: u64, pages: u64) -> GuestRange {
     GuestRange::new(Pfn(start), pages)
 }
 
-/// Sole use of the kernel's thread; its settings are put back at the end.
+/// Exclusive use of the kernel's thread; its settings are restored at the end.
 struct Ksm {
     _lock: fs::File,
     before: Vec<(&'static str, String)>,
 }
 
 impl Ksm {
-    /// `None` where it is not there or must not be used.
+    /// `None` where it is missing or must not be used.
     fn take() -> Option<Self> {
         let lock = fs::File::open(format!("{KNOBS}/run")).ok()?;
         flock(&lock, FlockOperation::LockExclusive).ok()?;
@@ -57,13 +58,13 @@ impl Ksm {
 impl Drop for Ksm {
     fn drop(&mut self) {
         for (knob, value) in self.before.iter().rev() {
-            // Behind the test's own memory nothing is left to be done about a refusal.
+            // At the end of the test, a refusal cannot be handled.
             let _ = Self::set(knob, value.trim());
         }
     }
 }
 
-/// Waits until so many bytes are merged; the kernel needs at least two passes.
+/// Waits until this many bytes are merged; the kernel needs at least two passes.
 fn wait_for_merged(ram: &GuestRam, bytes: u64) {
     let start = Instant::now();
     while ram.residency().unwrap().merged_bytes < bytes {
@@ -73,14 +74,14 @@ fn wait_for_merged(ram: &GuestRam, bytes: u64) {
 }
 
 #[test]
-fn pages_that_the_kernel_merged_are_held_counted_apart_and_discarded() {
+fn pages_merged_by_the_kernel_are_populated_counted_separately_and_discarded() {
     let Some(_ksm) = Ksm::take() else {
         println!("no KSM here, or not allowed");
         return;
     };
     let ram = ram(Backing::Anonymous).unwrap();
     ram.advise_mergeable(KernelMerging::Allow).unwrap();
-    // Each content twice, and zeros that the guest wrote.
+    // Each content twice, and zeros written by the guest.
     for page in 0..PAGES {
         let content = [(page / 2 % 250) as u8 + 1; 2000];
         ram.memory().write_slice(&content, GuestAddress(page * PAGE)).unwrap();
@@ -92,7 +93,7 @@ fn pages_that_the_kernel_merged_are_held_counted_apart_and_discarded() {
     wait_for_merged(&ram, PAGES * PAGE);
 
     let residency = ram.residency().unwrap();
-    // The pages of zeros may be the shared one by now, or may not.
+    // The pages of zeros may already be the shared one, or not.
     assert!(residency.private_bytes <= 64 * PAGE, "{residency:?}");
     assert_eq!((residency.merged_bytes, residency.file_bytes), (PAGES * PAGE, 0));
     let mut held = Vec::new();
@@ -100,7 +101,7 @@ fn pages_that_the_kernel_merged_are_held_counted_apart_and_discarded() {
     assert_eq!(held, [range(0, PAGES)]);
     let again = tempfile::tempfile().unwrap();
     assert_eq!(ram.save(&again, 0, &mut |_| {}).unwrap(), image);
-    // What is zero goes, what is merged stays.
+    // Zero pages are discarded, merged ones stay.
     assert_eq!(ram.discard_zeros(range(0, 1024)).unwrap().returned_bytes, 64 * PAGE);
     assert_eq!(ram.residency().unwrap().merged_bytes, PAGES * PAGE);
 
@@ -128,7 +129,7 @@ fn memory_of_files_is_refused() {
 }
 
 #[test]
-fn what_replaces_pages_of_a_file_is_mergeable_too() {
+fn memory_that_replaces_pages_of_a_file_is_mergeable_too() {
     if !fs::exists(KNOBS).unwrap() {
         let ram = ram(Backing::Anonymous).unwrap();
         let error = ram.advise_mergeable(KernelMerging::Allow).unwrap_err();

@@ -15,21 +15,21 @@ const KVM_CLEAR_DIRTY_LOG: libc::c_ulong = 0xc018_aec0;
 
 const _: () = assert!(size_of::<kvm_clear_dirty_log>() == 0x18);
 
-/// First page and number of pages of a call must be multiples of this, unless it goes up to the
+/// First page and number of pages of a call must be multiples of this, unless the range ends at the
 /// slot's end.
 const UNIT_PAGES: u64 = 64;
 
-/// Pages that are cleared in one call, 256 MiB: vCPUs that fault wait until it is done.
+/// Pages cleared per call, 256 MiB: vCPUs that fault wait until it is done.
 const CLEAR_PAGES: u64 = 1 << 16;
 
 const _: () = assert!(CLEAR_PAGES.is_multiple_of(UNIT_PAGES));
 
 /// The log of dirty pages as a bitmap.
 ///
-/// A page that was found dirty stays so, and is found again, until it is [cleared](Self::clear): so
-/// it must be cleared before it is read, and everything that was found may be cleared at any time
-/// before that. A write behind the clearing makes it dirty again. Pages are cleared exactly;
-/// neighbours that share a word of the kernel's bitmap stay as they are.
+/// A page that was found dirty stays dirty, and is found again, until it is [cleared](Self::clear):
+/// so it must be cleared before it is read, and every page found may be cleared at any time before
+/// that. A write after clearing makes it dirty again. Pages are cleared exactly; neighbours that
+/// share a word of the kernel's bitmap are not affected.
 ///
 /// Switched off when dropped. System calls: `ioctl` with `KVM_ENABLE_CAP` (0x4068aea3),
 /// `KVM_CHECK_EXTENSION` (0xae03), `KVM_SET_USER_MEMORY_REGION` (0x4020ae46), `KVM_GET_DIRTY_LOG`
@@ -42,18 +42,18 @@ pub struct DirtyBitmap<'a> {
 }
 
 impl<'a> DirtyBitmap<'a> {
-    /// The log of a machine, not yet switched on. From here on the machine's log is cleared by
-    /// [`clear`](Self::clear) only (`KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`, without "initially set":
-    /// with that, pages would not be protected against writes until they were cleared for the first
-    /// time).
+    /// Creates the log of a machine, not yet enabled. From here on the machine's log is cleared
+    /// only by [`clear`](Self::clear) (`KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`, without "initially
+    /// set": with that, pages would not be protected against writes until they were cleared for the
+    /// first time).
     ///
     /// # Errors
     /// [`DirtyLogError::Missing`] before Linux 5.1, [`DirtyLogError::Refused`].
     ///
     /// # Safety
-    /// Each region of `ram` must be a memory slot of `vm`, numbered by the region's place in
+    /// Each region of `ram` must be a memory slot of `vm`, numbered by the region's index in
     /// [`GuestRam::regions`], and stay mapped as long as the machine can access it, also after this
-    /// value is gone.
+    /// value is dropped.
     pub unsafe fn new(vm: &'a VmFd, ram: &'a GuestRam) -> Result<Self, DirtyLogError> {
         if vm.check_extension_raw(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.into()) <= 0 {
             return Err(DirtyLogError::Missing {
@@ -66,21 +66,21 @@ impl<'a> DirtyBitmap<'a> {
             args: [KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE.into(), 0, 0, 0],
             ..kvm_enable_cap::default()
         };
-        vm.enable_cap(&capability).map_err(refused("let its log be cleared page by page"))?;
+        vm.enable_cap(&capability).map_err(refused("enable clearing of its log page by page"))?;
         Ok(Self { vm, ram, logging: Logging::Off })
     }
 
-    /// Starts to log: when this returns, no page is dirty, and every write from here on makes its
-    /// page so. Without effect if it is on.
+    /// Starts logging: when this returns, no page is dirty, and every further write makes its page
+    /// dirty. No effect if logging is on.
     ///
     /// # Errors
     /// [`DirtyLogError::Refused`]; nothing is logged then.
     pub fn enable(&mut self) -> Result<(), DirtyLogError> {
         if self.logging == Logging::Off {
-            // Before the first slot is switched, so that the slots before one that is refused are
+            // Before the first slot is switched, so that the slots before a refused one are
             // switched back.
             self.logging = Logging::On;
-            // SAFETY: as the caller of `new` vouched.
+            // SAFETY: as guaranteed by the caller of `new`.
             let result = unsafe { set_logging(self.vm, self.ram, Logging::On) };
             if result.is_err() {
                 self.disable()?;
@@ -91,23 +91,23 @@ impl<'a> DirtyBitmap<'a> {
     }
 
     /// Adds all pages to `pages` that were written to since they were last cleared, or since the
-    /// log was enabled. Processors that log on their own are made to hand over what they have (they
-    /// leave the guest for a moment).
+    /// log was enabled. Processors that log by themselves are made to flush their logs (they leave
+    /// the guest for a moment).
     ///
     /// # Errors
-    /// [`DirtyLogError::Refused`], for example if it is not enabled.
+    /// [`DirtyLogError::Refused`], for example if logging is not enabled.
     pub fn get(&self, pages: &mut PageBitmap) -> Result<(), DirtyLogError> {
         for (slot, region) in self.ram.regions().iter().enumerate() {
             let words = self
                 .vm
                 .get_dirty_log(slot as u32, region.size_bytes as usize)
-                .map_err(refused("tell which pages were written to"))?;
+                .map_err(refused("report which pages were written to"))?;
             pages.insert_words(region.pages().start, words);
         }
         Ok(())
     }
 
-    /// The pages of a range are not dirty any more; the next write to each makes it so again.
+    /// Marks the pages of a range as clean; the next write to each makes it dirty again.
     ///
     /// # Errors
     /// [`DirtyLogError::OutsideRam`] if not all of the range is guest memory,
@@ -122,17 +122,17 @@ impl<'a> DirtyBitmap<'a> {
         Ok(())
     }
 
-    /// As [`clear`](Self::clear), for all pages of a set. Looks at the set's regions only, so one
-    /// of a small region costs little.
+    /// As [`clear`](Self::clear), for all pages of a set. Only the set's regions are processed, so
+    /// a set of a small region costs little.
     ///
     /// # Errors
-    /// [`DirtyLogError::Refused`]. Pages of the set that are not guest memory are left out.
+    /// [`DirtyLogError::Refused`]. Pages of the set that are not guest memory are ignored.
     pub fn clear_all(&self, pages: &PageBitmap) -> Result<(), DirtyLogError> {
         let parts = pages.regions().flat_map(|region| self.ram.clip(region));
         parts.into_iter().try_for_each(|part| self.clear_part(part, pages))
     }
 
-    /// Clears the pages of a set that are in `part`, a part of one region.
+    /// Clears the pages of a set within `part`, a part of one region.
     fn clear_part(&self, part: GuestRange, pages: &PageBitmap) -> Result<(), DirtyLogError> {
         let regions = self.ram.regions();
         let Some(slot) = regions.iter().position(|region| region.pages().contains(part.start))
@@ -156,7 +156,7 @@ impl<'a> DirtyBitmap<'a> {
         Ok(())
     }
 
-    /// Clears those pages whose bit is set.
+    /// Clears the pages whose bit is set.
     fn clear_words(
         &self,
         slot: u32,
@@ -179,13 +179,13 @@ impl<'a> DirtyBitmap<'a> {
         result.map(drop).map_err(refused("clear pages in its log"))
     }
 
-    /// Stops logging, and forgets what was logged. Without effect if it is off.
+    /// Stops logging, and drops the logged pages. No effect if logging is off.
     ///
     /// # Errors
-    /// [`DirtyLogError::Refused`]; some memory may be logged on then.
+    /// [`DirtyLogError::Refused`]; some memory may still be logged then.
     pub fn disable(&mut self) -> Result<(), DirtyLogError> {
         if self.logging == Logging::On {
-            // SAFETY: as the caller of `new` vouched.
+            // SAFETY: as guaranteed by the caller of `new`.
             unsafe { set_logging(self.vm, self.ram, Logging::Off) }?;
             self.logging = Logging::Off;
         }
@@ -196,7 +196,9 @@ impl<'a> DirtyBitmap<'a> {
 impl Drop for DirtyBitmap<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.disable() {
-            tracing::error!("the guest's writes stay slow, since they are logged on: {error}");
+            tracing::error!(
+                "logging cannot be turned off, so the guest's writes stay slow: {error}"
+            );
         }
     }
 }

@@ -20,7 +20,7 @@ const KVM_RESET_DIRTY_RINGS: libc::c_ulong = 0xaec7;
 
 /// An entry's page was written to; the kernel sets it.
 const DIRTY: u32 = 1;
-/// An entry has been read and can be used again; the reader sets it.
+/// An entry has been read and can be reused; the reader sets it.
 const RESET: u32 = 2;
 
 /// An entry as both sides access it (`struct kvm_dirty_gfn`).
@@ -38,19 +38,19 @@ const _: () = assert!(size_of::<Entry>() == size_of::<kvm_dirty_gfn>());
 
 const ENTRY_BYTES: u32 = size_of::<Entry>() as u32;
 
-/// A page of memory; the kernel adds to it what it keeps free for pages that the processor logs on
-/// its own.
+/// A page of memory; the kernel adds the entries that it reserves for pages that the processor logs
+/// by itself.
 const MIN_ENTRIES: u32 = PAGE_SIZE_BYTES as u32 / ENTRY_BYTES;
 
 /// The log of dirty pages as a ring for each vCPU.
 ///
 /// A vCPU whose ring is nearly full leaves KVM_RUN with `KVM_EXIT_DIRTY_RING_FULL`; its thread
-/// calls [`harvest`](Self::harvest) and goes on. Nobody else has to stop for that. Pages that are
-/// harvested are kept here, and are protected against writes again, until [`take`](Self::take)
-/// hands them over: a caller that takes them before it reads the pages misses no write.
+/// calls [`harvest`](Self::harvest) and continues. No other thread has to stop for that. Harvested
+/// pages are kept here, and are protected against writes again, until [`take`](Self::take) returns
+/// them: a caller that takes them before it reads the pages misses no write.
 ///
-/// Pages that a processor logs on its own come to the ring when its vCPU leaves the guest, so the
-/// last look must come after all vCPUs have stopped.
+/// Pages that a processor logs by itself are added to the ring when its vCPU leaves the guest, so
+/// the last call must follow after all vCPUs have stopped.
 ///
 /// System calls: `ioctl` with `KVM_CHECK_EXTENSION` (0xae03), `KVM_ENABLE_CAP` (0x4068aea3),
 /// `KVM_SET_USER_MEMORY_REGION` (0x4020ae46), `KVM_RESET_DIRTY_RINGS` (0xaec7); `mmap`, `munmap`.
@@ -63,9 +63,9 @@ pub struct DirtyRing {
 #[derive(Debug, Default)]
 struct State {
     rings: Vec<VcpuRing>,
-    /// Entries that were read and that were not reported to the kernel yet.
+    /// Entries that were read and not reported to the kernel yet.
     read_entries: u64,
-    /// Harvested and not taken yet; `None` while nothing is logged.
+    /// Pages harvested and not taken yet; `None` while logging is off.
     found: Option<Found>,
 }
 
@@ -78,14 +78,14 @@ struct Found {
 
 impl DirtyRing {
     /// Gives each vCPU of the machine a ring of `entries` entries. This must be done before the
-    /// first vCPU is created, and the machine has no [`DirtyBitmap`](super::DirtyBitmap) from then
-    /// on.
+    /// first vCPU is created; the machine cannot have a [`DirtyBitmap`](super::DirtyBitmap) from
+    /// then on.
     ///
     /// # Errors
     /// [`DirtyLogError::Missing`] before Linux 5.11 and on processors other than x86,
     /// [`DirtyLogError::RingSize`], [`DirtyLogError::Refused`].
     pub fn enable(vm: &VmFd, entries: u32) -> Result<Self, DirtyLogError> {
-        // The first says that entries are handed over with acquire and release, as is done here; on
+        // The first one means that entries are passed with acquire and release, as is done here; on
         // x86, both are the same.
         let found = [KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING].into_iter().find_map(
             |capability| {
@@ -110,8 +110,8 @@ impl DirtyRing {
         Ok(Self { entries, state: Mutex::default() })
     }
 
-    /// Maps the ring of a vCPU of the same machine. Each must be added before it runs while pages
-    /// are logged.
+    /// Maps the ring of a vCPU of the same machine. Each vCPU must be added before it runs while
+    /// pages are logged.
     ///
     /// # Errors
     /// [`DirtyLogError::MapRing`].
@@ -121,15 +121,15 @@ impl DirtyRing {
         Ok(())
     }
 
-    /// Starts to log: every write from here on is found. Without effect if it is on.
+    /// Starts logging: every further write is found. No effect if logging is on.
     ///
     /// # Errors
     /// [`DirtyLogError::Refused`]; nothing is logged then.
     ///
     /// # Safety
-    /// `vm` must be the machine that this was made for. Each region of `ram` must be a memory slot
-    /// of it, numbered by the region's place in [`GuestRam::regions`], and stay mapped as long as
-    /// the machine can access it.
+    /// `vm` must be the machine for which this value was created. Each region of `ram` must be a
+    /// memory slot of it, numbered by the region's index in [`GuestRam::regions`], and stay mapped
+    /// as long as the machine can access it.
     pub unsafe fn start(&self, vm: &VmFd, ram: &GuestRam) -> Result<(), DirtyLogError> {
         let mut state = self.lock();
         if state.found.is_some() {
@@ -137,27 +137,27 @@ impl DirtyRing {
         }
         let regions = ram.page_ranges();
         state.found = Some(Found { pages: PageBitmap::new(&regions), regions });
-        // SAFETY: as the caller vouches.
+        // SAFETY: as guaranteed by the caller.
         let result = unsafe { set_logging(vm, ram, Logging::On) };
         if result.is_err() {
             state.found = None;
-            // SAFETY: as the caller vouches.
+            // SAFETY: as guaranteed by the caller.
             unsafe { set_logging(vm, ram, Logging::Off) }?;
         }
         result
     }
 
-    /// Stops to log, and forgets what was logged. Without effect if it is off.
+    /// Stops logging, and drops the logged pages. No effect if logging is off.
     ///
     /// # Errors
-    /// [`DirtyLogError::Refused`]; some memory may be logged on then.
+    /// [`DirtyLogError::Refused`]; some memory may still be logged then.
     ///
     /// # Safety
     /// As with [`start`](Self::start).
     pub unsafe fn stop(&self, vm: &VmFd, ram: &GuestRam) -> Result<(), DirtyLogError> {
         let mut state = self.lock();
         if state.found.is_some() {
-            // SAFETY: as the caller vouches.
+            // SAFETY: as guaranteed by the caller.
             unsafe { set_logging(vm, ram, Logging::Off) }?;
             state.empty(vm)?;
             state.found = None;
@@ -165,21 +165,21 @@ impl DirtyRing {
         Ok(())
     }
 
-    /// Empties all rings, and keeps what was in them for [`take`](Self::take). Returns the number
-    /// of entries that there were.
+    /// Empties all rings, and keeps their pages for [`take`](Self::take). Returns the number of
+    /// entries read.
     ///
     /// Any thread may call this at any time; vCPUs may run.
     ///
     /// # Errors
-    /// [`DirtyLogError::Refused`]; what was found until then is kept.
+    /// [`DirtyLogError::Refused`]; pages found until then are kept.
     pub fn harvest(&self, vm: &VmFd) -> Result<u64, DirtyLogError> {
         self.lock().empty(vm)
     }
 
-    /// Adds the pages to `pages` that were written to since the last time, or since the start.
+    /// Adds the pages to `pages` that were written to since the last call, or since the start.
     ///
     /// # Errors
-    /// [`DirtyLogError::Refused`]; what was found until then comes with the next call.
+    /// [`DirtyLogError::Refused`]; pages found until then are returned by the next call.
     pub fn take(&self, vm: &VmFd, pages: &mut PageBitmap) -> Result<(), DirtyLogError> {
         let mut state = self.lock();
         state.empty(vm)?;
@@ -210,7 +210,7 @@ impl State {
         if self.read_entries > 0 {
             // SAFETY: the request takes no argument.
             unsafe { vm_ioctl(vm, KVM_RESET_DIRTY_RINGS, 0) }
-                .map_err(refused("use entries of its rings again"))?;
+                .map_err(refused("reset its dirty rings"))?;
             self.read_entries = 0;
         }
         Ok(count)
@@ -237,7 +237,7 @@ struct VcpuRing {
 }
 
 // SAFETY: the mapping belongs to this value, and can be read by any thread; the kernel does not
-// care which one.
+// depend on the thread.
 unsafe impl Send for VcpuRing {}
 
 impl VcpuRing {
@@ -260,22 +260,22 @@ impl VcpuRing {
         Ok(Self { first, entries, position: 0 })
     }
 
-    /// Slot, with the address space in the upper half, and place in it of the next page that was
+    /// Slot, with the address space in the upper half, and index in it of the next page that was
     /// written to.
     fn pop(&mut self) -> Option<(u32, u64)> {
         // SAFETY: the index is below the number of entries, which all lie in the mapping.
         let entry = unsafe { self.first.add((self.position % self.entries) as usize) };
-        // SAFETY: the mapping is aligned to pages and lives as long as `self`. Who else writes to
-        // it is the kernel, and all parts of an entry are atomics.
+        // SAFETY: the mapping is aligned to pages and lives as long as `self`. The only other
+        // writer is the kernel, and all parts of an entry are atomics.
         let entry = unsafe { entry.as_ref() };
-        // Acquire, as partner of the kernel's release: the rest of the entry was written before.
+        // Acquire, pairs with the kernel's release: the rest of the entry was written before.
         if entry.flags.load(Ordering::Acquire) & DIRTY == 0 {
             return None;
         }
         // Relaxed: ordered by the flags on either side.
         let (slot, offset) =
             (entry.slot.load(Ordering::Relaxed), entry.offset.load(Ordering::Relaxed));
-        // Release: the kernel may write the entry anew from here on.
+        // Release: the kernel may reuse the entry from here on.
         entry.flags.store(RESET, Ordering::Release);
         self.position = self.position.wrapping_add(1);
         Some((slot, offset))
@@ -285,8 +285,7 @@ impl VcpuRing {
 impl Drop for VcpuRing {
     fn drop(&mut self) {
         let size_bytes = self.entries as usize * ENTRY_BYTES as usize;
-        // SAFETY: the mapping belongs to this value, and no reference into it lives longer than a
-        // call.
+        // SAFETY: the mapping belongs to this value, and no reference into it outlives a call.
         if let Err(error) = unsafe { munmap(self.first.as_ptr().cast(), size_bytes) } {
             tracing::error!("cannot unmap the dirty ring of a vCPU: {error}");
         }

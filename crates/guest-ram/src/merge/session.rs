@@ -67,7 +67,7 @@ pub enum MergeError {
         action: &'static str,
         /// The pages.
         range: GuestRange,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 }

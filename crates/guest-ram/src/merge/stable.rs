@@ -50,7 +50,7 @@ pub enum StableError {
     Create {
         /// The step that failed.
         action: &'static str,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
@@ -61,7 +61,7 @@ pub enum StableError {
     BindNode {
         /// The node asked for.
         node: u32,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
@@ -70,7 +70,7 @@ pub enum StableError {
     Map {
         /// Number of the segment.
         segment: u32,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
@@ -95,7 +95,7 @@ pub enum StableError {
     Write {
         /// The first slot.
         slot: StableSlot,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 }

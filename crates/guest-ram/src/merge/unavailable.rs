@@ -65,7 +65,7 @@ pub enum MergeUnavailable {
     Proc {
         /// The file.
         path: &'static str,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 
@@ -74,7 +74,7 @@ pub enum MergeUnavailable {
     Refused {
         /// What was tried.
         action: &'static str,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
 

@@ -12,7 +12,7 @@ use super::*;
 use crate::{Backing, HugePages, InhibitReason, Populate, RegionSpec};
 
 const PAGE: u64 = PAGE_SIZE_BYTES;
-/// Pages of each of two regions that adjoin, and of one behind a gap.
+/// Pages of each of two regions that adjoin, and of one after a gap.
 const REGION_PAGES: u64 = 80;
 
 fn ram(backing: Backing) -> GuestRam {
@@ -31,7 +31,7 @@ fn taken(ram: &GuestRam) -> BTreeSet<u64> {
     set.ranges().flat_map(|range| range.start.0..range.end().0).collect()
 }
 
-/// A write through one of vm-memory's ways.
+/// A write through one of vm-memory's interfaces.
 #[derive(Clone, Copy, Debug)]
 enum Way {
     Slice,
@@ -45,8 +45,8 @@ enum Way {
 const WAYS: [Way; 6] =
     [Way::Slice, Way::Object, Way::Store, Way::Volatile, Way::File, Way::VolatileSlice];
 
-/// Writes `size_bytes` bytes, or fewer if the way writes a fixed number; returns how many. `None`
-/// if they do not fit.
+/// Writes `size_bytes` bytes, or fewer if the interface writes a fixed number; returns how many.
+/// `None` if they do not fit.
 fn write(ram: &GuestRam, way: Way, address: u64, size_bytes: usize) -> Option<usize> {
     let content = vec![7; size_bytes];
     let memory = ram.memory();
@@ -69,7 +69,7 @@ fn write(ram: &GuestRam, way: Way, address: u64, size_bytes: usize) -> Option<us
         }
         Way::VolatileSlice => {
             let slice = memory.get_slice(at, size_bytes).ok()?;
-            // In two parts, so that slices of slices have their turn.
+            // In two parts, so that slices of slices are covered.
             let (left, right) = slice.split_at(size_bytes / 2).unwrap();
             left.copy_from(&content[..size_bytes / 2]);
             (&content[size_bytes / 2..])
@@ -85,7 +85,8 @@ proptest! {
     fn every_write_is_found_while_the_log_is_on_and_none_while_it_is_off(
         steps in prop::collection::vec(
             prop_oneof![
-                9 => (prop::sample::select(&WAYS), 0..5 * REGION_PAGES * PAGE, 1..9000_usize).prop_map(Some),
+                9 => (prop::sample::select(&WAYS), 0..5 * REGION_PAGES * PAGE, 1..9000_usize)
+                    .prop_map(Some),
                 1 => Just(None),
             ],
             1..30,
@@ -110,7 +111,7 @@ proptest! {
                     if let (true, Some(written)) = (on, written) {
                         model.extend(address / PAGE..=(address + written as u64 - 1) / PAGE);
                     } else if written.is_none() {
-                        // A part in front of the end of a region may have been written.
+                        // A part before the end of a region may have been written.
                         prop_assert!(taken(&ram).is_superset(&model));
                         model.clear();
                     }
@@ -138,7 +139,8 @@ proptest! {
         prop_assert!(taken(&ram).is_empty());
         ram.start_write_log().unwrap();
         discard().unwrap();
-        let expected: BTreeSet<u64> = ranges.iter().flat_map(|range| range.start.0..range.end().0).collect();
+        let expected: BTreeSet<u64> =
+            ranges.iter().flat_map(|range| range.start.0..range.end().0).collect();
         prop_assert_eq!(taken(&ram), expected);
     }
 }
@@ -153,7 +155,7 @@ fn pages_that_were_not_discarded_are_not_found() {
 }
 
 #[test]
-fn zero_pages_that_go_back_are_found() {
+fn discarded_zero_pages_are_found() {
     let ram = ram(Backing::Anonymous);
     let zeros = vec![0; (2 * REGION_PAGES * PAGE) as usize];
     ram.memory().write_slice(&zeros, GuestAddress(0)).unwrap();
@@ -164,7 +166,7 @@ fn zero_pages_that_go_back_are_found() {
 }
 
 #[test]
-fn whole_pages_that_are_written_are_found() {
+fn writes_of_whole_pages_are_found() {
     for backing in [Backing::Anonymous, Backing::Memfd] {
         let ram = ram(backing);
         ram.start_write_log().unwrap();
@@ -188,7 +190,7 @@ fn reads_are_not_found() {
 }
 
 #[test]
-fn the_log_tells_by_page_what_is_noted() {
+fn the_log_reports_logged_pages() {
     let ram = ram(Backing::Anonymous);
     ram.start_write_log().unwrap();
     ram.memory().write_obj(1_u8, GuestAddress(70 * PAGE)).unwrap();
@@ -201,7 +203,7 @@ fn the_log_tells_by_page_what_is_noted() {
 }
 
 #[test]
-fn what_cannot_be_is_cut_to_the_region() {
+fn invalid_ranges_are_clipped_to_the_region() {
     let ram = ram(Backing::Anonymous);
     ram.start_write_log().unwrap();
     let log = ram.logs().next().unwrap();
@@ -211,10 +213,10 @@ fn what_cannot_be_is_cut_to_the_region() {
     assert_eq!(taken(&ram), [REGION_PAGES - 1].into());
 }
 
-/// What a thread wrote before a look must be in the page once the look has found its bit: the order
-/// of the copy that is sent.
+/// A thread's write before a call must be in the page once the call has found its bit: a migration
+/// depends on this order.
 #[test]
-fn what_is_found_has_been_written_even_by_other_threads() {
+fn found_pages_contain_the_writes_of_other_threads() {
     const WRITES: u64 = 20_000;
     let ram = ram(Backing::Anonymous);
     ram.start_write_log().unwrap();
@@ -227,7 +229,7 @@ fn what_is_found_has_been_written_even_by_other_threads() {
             }
             done.send(()).unwrap();
         });
-        // A copy that is renewed whenever the log says so, as a migration's.
+        // A copy that is renewed whenever the log reports the page, as in a migration.
         let mut copy = 0_u64;
         loop {
             let last_look = is_done.try_recv().is_ok();
