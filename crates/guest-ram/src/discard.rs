@@ -1,11 +1,13 @@
 //! Discards pages, by backing.
 //!
-//! | backing | call | why |
-//! | --- | --- | --- |
-//! | anonymous private | `madvise(MADV_DONTNEED)`, for several ranges `process_madvise` where the kernel allows it | the pages belong to the mapping alone |
-//! | shared memfd | `fallocate(FALLOC_FL_PUNCH_HOLE)` | `MADV_DONTNEED` on a shared file mapping only unmaps: it returns 0 and the file keeps its pages |
-//! | private mapping of a file (restored and merged memory) | replaced by anonymous memory, see [`overlay`](crate::overlay) | `MADV_DONTNEED` would bring back what the file holds |
-//! | hugetlb memfd | the same, whole huge pages only | the file system zeroes parts of a huge page instead of freeing them |
+//! - Anonymous private memory: `madvise(MADV_DONTNEED)`, for several ranges `process_madvise` where
+//!   the kernel allows it. The pages belong to the mapping alone.
+//! - Shared memfd: `fallocate(FALLOC_FL_PUNCH_HOLE)`. `MADV_DONTNEED` on a shared file mapping only
+//!   unmaps: it returns 0 and the file keeps its pages.
+//! - Private mapping of a file (restored and merged memory): replacement by anonymous memory, see
+//!   [`overlay`](crate::overlay). `MADV_DONTNEED` would restore the file's content.
+//! - Hugetlb memfd: `fallocate(FALLOC_FL_PUNCH_HOLE)`, whole huge pages only. The file system
+//!   zeroes parts of a huge page instead of freeing them.
 //!
 //! After each, the range reads as zeros: punching a hole into a file also unmaps it from every
 //! mapping of the file (mm/shmem.c, `shmem_fallocate`; fs/hugetlbfs/inode.c,

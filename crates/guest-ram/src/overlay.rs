@@ -1,19 +1,19 @@
-//! Guest memory that is mapped from files in places: from the file that it was restored from, or
-//! from stable pages that others share ([`Source`]).
+//! Guest memory parts of which are mapped from files: from the file that it was restored from, or
+//! from shared stable pages ([`Source`]).
 //!
 //! Both are mapped privately, so that the host kernel makes a copy when the guest writes to a page.
-//! `MADV_DONTNEED` there would bring back what the file holds, which is neither zero nor what the
-//! guest had there, even after the guest has written to it. So what is discarded is replaced by
-//! [fresh anonymous memory](fresh_anon), and from then on is like all other memory. [`FileExtents`]
-//! knows which pages still are mapped from a file.
+//! `MADV_DONTNEED` there would restore the file's content, which is neither zero nor the guest's
+//! content, even after the guest has written to it. So discarded pages are replaced by [fresh
+//! anonymous memory](fresh_anon), and are ordinary memory from then on. [`FileExtents`] records
+//! which pages are still mapped from a file.
 //!
 //! # The lock
-//! While pages are being merged they are in a place of their own, away from the guest. To discard
-//! them then would do nothing, and afterwards they would come back; to look for them would find
-//! nothing. So the extents are behind a lock: the merging thread holds it while it has pages away,
-//! a discard holds it until all its pages are gone, and so does a search for pages with content. A
-//! thread that holds it must not wait for one that accesses guest memory, which may in turn wait
-//! for the merging thread. In the order of locks it comes after the inhibitors of discards.
+//! While pages are being merged they are moved away from the guest. A discard would have no effect
+//! then, and afterwards they would be moved back; a search for them would find nothing. So the
+//! extents are behind a lock: the merging thread holds it while it has moved pages away, a discard
+//! holds it until all its pages are discarded, and so does a search for populated pages. A thread
+//! that holds it must not wait for one that accesses guest memory, which may in turn wait for the
+//! merging thread. In the lock order it comes after the inhibitors of discards.
 
 use std::fs::File;
 use std::io;
@@ -44,15 +44,15 @@ pub(crate) use extents::{FileExtents, Source};
 pub use merged_pages::BrokenCowStats;
 pub(crate) use vma_budget::max_vmas;
 
-/// The file that memory was restored from. A page's place in it is its RAM offset.
+/// The file that memory was restored from. A page's offset in it is its RAM offset.
 #[derive(Debug)]
 pub(crate) struct SnapshotFile {
     pub(crate) file: File,
-    /// Where the memory begins, in bytes.
+    /// Offset of the memory in the file, in bytes.
     pub(crate) offset_bytes: u64,
 }
 
-/// What is special about memory that is mapped from files in places.
+/// State of memory that is partly mapped from files.
 #[derive(Debug)]
 pub(crate) struct Overlay {
     snapshot: Option<SnapshotFile>,
@@ -62,7 +62,7 @@ pub(crate) struct Overlay {
 
 impl Overlay {
     /// `restored` is the file that the memory was restored from, with the ranges of pages that are
-    /// mapped from it. They must not overlap and not cross regions.
+    /// mapped from it. They must not overlap or cross regions.
     ///
     /// # Errors
     /// As for [`GuestRam::new`](crate::GuestRam::new).
@@ -81,7 +81,7 @@ impl Overlay {
         Ok(Self { snapshot, extents: Mutex::new(extents), fresh })
     }
 
-    /// The extents; while the result lives, nothing is discarded or merged.
+    /// Locks the extents; while the result lives, nothing is discarded or merged.
     pub(crate) fn lock(&self) -> MutexGuard<'_, FileExtents> {
         self.extents.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -91,15 +91,15 @@ impl Overlay {
         self.snapshot.as_ref()
     }
 
-    /// What replaces discarded pages, to be given the same advice as guest memory: otherwise the
-    /// kernel would not join it with its neighbours.
+    /// The memory that replaces discarded pages; it must get the same advice as guest memory, since
+    /// the kernel would not join it with its neighbours otherwise.
     pub(crate) fn templates(&self) -> &[Mapping] {
         self.fresh.templates()
     }
 
-    /// Makes `pieces` read as zeros as far as they are mapped from files, by replacing them. What
-    /// is left for an ordinary discard stays in `pieces`. Pages mapped from files for which the VMA
-    /// budget does not suffice stay as they are and are counted as deferred.
+    /// Makes `pieces` read as zeros as far as they are mapped from files, by replacing them. The
+    /// rest stays in `pieces` for an ordinary discard. Pages mapped from files for which the VMA
+    /// budget does not suffice stay unchanged and are counted as deferred.
     ///
     /// # Safety
     /// Each piece must lie within the region that it names, and nothing may rely on its content.
@@ -127,10 +127,11 @@ impl Overlay {
                         outcome.bytes += part.size_bytes();
                         outcome.syscalls += 1;
                     };
-                    // SAFETY: the caller vouches for the piece.
+                    // SAFETY: the caller guarantees the validity of the piece.
                     match unsafe { self.fresh.put_over(&piece, done) } {
                         // The rest of the process has used up the VMAs. The kernel reports that
-                        // before it changes anything. Memory without a file needs no VMA of its own.
+                        // before it changes anything. Memory without a file needs no VMA of its
+                        // own.
                         Err(RamError::Discard { source, .. })
                             if is_out_of_memory(&source)
                                 && extents.mapped(piece.range).next().is_none() =>
@@ -159,7 +160,7 @@ impl Overlay {
 }
 
 impl SnapshotFile {
-    /// Where the byte at a RAM offset is in the file.
+    /// File and offset of the byte at a RAM offset.
     pub(crate) fn at(&self, ram_offset_bytes: u64) -> (&File, u64) {
         (&self.file, self.offset_bytes + ram_offset_bytes)
     }
@@ -167,7 +168,7 @@ impl SnapshotFile {
     /// Checks that `target` is another file.
     ///
     /// # Errors
-    /// [`RamError::SaveOntoSource`]; [`RamError::ReadImage`] if this file cannot be asked.
+    /// [`RamError::SaveOntoSource`]; [`RamError::ReadImage`] if this file cannot be examined.
     pub(crate) fn check_is_not(&self, target: &Stat) -> Result<(), RamError> {
         let own = self.stat()?;
         if (own.st_dev, own.st_ino) == (target.st_dev, target.st_ino) {
@@ -176,11 +177,11 @@ impl SnapshotFile {
         Ok(())
     }
 
-    /// Checks that the file is still long enough for the whole memory. What is missing would look
-    /// like a hole.
+    /// Checks that the file is still long enough for the whole memory. Missing parts would look
+    /// like holes.
     ///
     /// # Errors
-    /// [`ImageError::FileTooShort`]; [`RamError::ReadImage`] if this file cannot be asked.
+    /// [`ImageError::FileTooShort`]; [`RamError::ReadImage`] if this file cannot be examined.
     pub(crate) fn check_length(&self, ram_bytes: u64) -> Result<(), RamError> {
         let (file_bytes, needed_bytes) = (self.stat()?.st_size as u64, self.at(ram_bytes).1);
         if file_bytes < needed_bytes {
@@ -197,8 +198,8 @@ impl SnapshotFile {
     }
 }
 
-/// Leaves what a file is mapped for in a piece, and returns its size in bytes; what is left goes to
-/// `ordinary`.
+/// Keeps the parts of a piece that are mapped from a file, and returns their size in bytes; the
+/// rest is added to `ordinary`.
 fn keep<'a>(extents: &FileExtents, piece: &Piece<'a>, ordinary: &mut Vec<Piece<'a>>) -> u64 {
     let kept: Vec<GuestRange> = extents.mapped(piece.range).map(|(part, _)| part).collect();
     ordinary.extend(gaps(piece.range, &kept).filter_map(|part| piece.part(part)));

@@ -6,10 +6,11 @@ use bits::Bits;
 
 mod bits;
 
-/// A set of pages of guest memory: a bit for each page, so that its size does not depend on what is
-/// in it.
+/// A set of pages of guest memory: a bit for each page, so that its size does not depend on its
+/// content.
 ///
-/// A page outside the regions that it was made for is never in it: inserting it does nothing.
+/// It never contains pages outside the regions for which it was created: inserting them has no
+/// effect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PageBitmap {
     /// In ascending order.
@@ -23,11 +24,11 @@ struct Region {
 }
 
 impl PageBitmap {
-    /// The empty set of pages of these regions. They must be in ascending order and must not
+    /// An empty set of pages of these regions. They must be in ascending order and must not
     /// overlap; they may adjoin.
     ///
     /// # Panics
-    /// If they are not.
+    /// If the regions violate this.
     pub fn new(regions: &[PageRange]) -> Self {
         assert!(
             regions.windows(2).all(|pair| pair[0].end() <= pair[1].start),
@@ -47,26 +48,26 @@ impl PageBitmap {
         set
     }
 
-    /// The regions whose pages can be in the set.
+    /// The regions whose pages the set can contain.
     pub fn regions(&self) -> impl Iterator<Item = PageRange> {
         self.regions.iter().map(|region| region.pages)
     }
 
-    /// Adds those of the pages that are in one of the regions.
+    /// Adds the pages of the range that are in one of the regions.
     pub fn insert(&mut self, range: PageRange) {
         self.for_each_part(range, Bits::set);
     }
 
-    /// Takes pages out.
+    /// Removes pages.
     pub fn remove(&mut self, range: PageRange) {
         self.for_each_part(range, Bits::clear);
     }
 
     /// Adds pages by their bits: the lowest bit of the first word is page `first`. Pages outside of
-    /// the regions are left out.
+    /// the regions are ignored.
     ///
-    /// Quickest if `first` is a multiple of 64 pages behind the start of its region, as it is with
-    /// the dirty bitmap of a memory slot.
+    /// Fastest if `first` is a multiple of 64 pages behind the start of its region, as with the
+    /// dirty bitmap of a memory slot.
     pub fn insert_words(&mut self, first: Pfn, words: impl IntoIterator<Item = u64>) {
         let mut start = first.0;
         for word in words {
@@ -96,13 +97,14 @@ impl PageBitmap {
         }
     }
 
-    /// Replaces `words` by bits that say which pages of `window` are in the set, the lowest bit of
-    /// the first word its first page; bits behind its last page are 0. Returns whether any bit is 1.
+    /// Replaces `words` by bits that indicate which pages of `window` are in the set, the lowest
+    /// bit of the first word being its first page; bits behind its last page are 0. Returns whether
+    /// any bit is 1.
     ///
-    /// Quickest if `window` lies in one region and begins a multiple of 64 pages behind its start.
+    /// Fastest if `window` lies in one region and begins a multiple of 64 pages behind its start.
     ///
     /// # Panics
-    /// If there are not as many words as the window takes.
+    /// If the number of words differs from that of the window.
     pub fn copy_words(&self, window: PageRange, words: &mut [u64]) -> bool {
         assert_eq!(words.len() as u64, window.pages.div_ceil(64), "words for {window}");
         let region = self.regions.get(self.first_region(window.start)).filter(|region| {
@@ -151,8 +153,8 @@ impl PageBitmap {
         self.regions.iter().all(|region| region.bits.is_clear())
     }
 
-    /// The first run of pages of the set inside `within`: as long as it is there, and cut at the
-    /// end of its region.
+    /// The first run of pages of the set inside `within`: as long as possible, up to the end of its
+    /// region.
     pub fn next_range(&self, within: PageRange) -> Option<PageRange> {
         self.regions[self.first_region(within.start)..]
             .iter()
@@ -164,8 +166,8 @@ impl PageBitmap {
             })
     }
 
-    /// The pages inside `within` as ranges in ascending order; one that crosses from a region to
-    /// the next is two.
+    /// The pages inside `within` as ranges in ascending order; a range that crosses regions is
+    /// split.
     pub fn ranges_in(&self, within: PageRange) -> impl Iterator<Item = PageRange> {
         let mut rest = within;
         std::iter::from_fn(move || {
@@ -175,7 +177,7 @@ impl PageBitmap {
         })
     }
 
-    /// The pages as ranges in ascending order; one that crosses from a region to the next is two.
+    /// The pages as ranges in ascending order; a range that crosses regions is split.
     pub fn ranges(&self) -> impl Iterator<Item = PageRange> {
         self.ranges_in(PageRange::new(Pfn(0), u64::MAX))
     }
@@ -191,7 +193,7 @@ impl PageBitmap {
         }
     }
 
-    /// Takes all pages out.
+    /// Removes all pages.
     pub fn clear(&mut self) {
         self.for_each_part(PageRange::new(Pfn(0), u64::MAX), Bits::clear);
     }
@@ -206,8 +208,8 @@ impl PageBitmap {
         self.regions.partition_point(|region| region.pages.end() <= page)
     }
 
-    /// Calls `change` for each region that `range` has pages of, with the first of their bits and
-    /// the one behind the last.
+    /// Calls `change` for each region that `range` overlaps, with the first of its bits and the one
+    /// behind the last.
     fn for_each_part(&mut self, range: PageRange, change: impl Fn(&mut Bits, u64, u64)) {
         let index = self.first_region(range.start);
         for region in &mut self.regions[index..] {
@@ -221,8 +223,7 @@ impl PageBitmap {
 }
 
 impl Region {
-    /// Number of the first bit of those pages of `range` that are the region's, and of the bit
-    /// behind the last.
+    /// Number of the first bit of the region's pages in `range`, and of the bit behind the last.
     fn bits_of(&self, range: PageRange) -> (u64, u64) {
         let inside = self.pages.intersection(range);
         if inside.is_empty() {

@@ -1,7 +1,7 @@
-//! What the host holds for each page: /proc/self/pagemap and mincore(2).
+//! The host's state of each page: /proc/self/pagemap and mincore(2).
 //!
-//! For private memory only pagemap will do: mincore(2) does not report a page that was swapped out,
-//! and for a private mapping of a file it reports the page cache.
+//! Private memory requires pagemap: mincore(2) does not report a page that was swapped out, and for
+//! a private mapping of a file it reports the page cache.
 
 use std::fs::File;
 use std::io;
@@ -16,7 +16,7 @@ const ENTRY_BYTES: usize = 8;
 #[derive(Debug)]
 pub(crate) struct Pagemap(File);
 
-/// What is known of a page.
+/// State of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PageState(u64);
 
@@ -26,8 +26,8 @@ impl PageState {
     /// A page of a file, or shared.
     const FILE: u64 = 1 << 61;
 
-    /// Whether the host keeps content for the page that belongs to the process alone, in memory or
-    /// in swap space. The shared page of zeros, which a mere read maps, counts too.
+    /// Whether the host holds content for the page that belongs to the process alone, in memory or
+    /// in swap space. The shared page of zeros, which a read maps, counts too.
     pub(crate) const fn is_private(self) -> bool {
         self.0 & (Self::PRESENT | Self::SWAPPED) != 0 && self.0 & Self::FILE == 0
     }
@@ -44,7 +44,7 @@ impl PageState {
 }
 
 impl Pagemap {
-    /// `None` if /proc is not there or does not let the process look.
+    /// `None` if /proc is missing or not readable for the process.
     pub(crate) fn open() -> Option<Self> {
         let file = File::open("/proc/self/pagemap")
             .inspect_err(|error| tracing::debug!("/proc/self/pagemap cannot be read: {error}"));
@@ -61,19 +61,19 @@ impl Pagemap {
     }
 }
 
-/// Fills `states` with what the host says of the pages from `address` on: the lowest bit of each is
+/// Fills `states` with the states of the pages from `address` on: the lowest bit of each indicates
 /// whether the page is in memory. That includes pages of a mapped file that are not mapped, and the
 /// shared page of zeros; pages in swap space do not count.
 pub(crate) fn mincore(address: usize, states: &mut [u8]) -> io::Result<()> {
     let size_bytes = states.len() * PAGE_SIZE_BYTES as usize;
-    // SAFETY: mincore writes one byte a page of the range into `states`, which has as many. It
-    // changes nothing else, and answers with an error where nothing is mapped.
+    // SAFETY: mincore writes one byte per page of the range into `states`, which has as many. It
+    // changes nothing else, and returns an error where nothing is mapped.
     let result =
         unsafe { libc::mincore(address as *mut libc::c_void, size_bytes, states.as_mut_ptr()) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Whether a state says that the page is in memory.
+/// Whether a state indicates that the page is in memory.
 pub(crate) const fn is_in_memory(state: u8) -> bool {
     state & 1 != 0
 }
@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_in_memory_and_in_swap_space_are_held_and_those_of_files_are_not() {
+    fn pages_in_memory_and_in_swap_space_are_private_and_those_of_files_are_not() {
         let swapped = PageState(PageState::SWAPPED | 0x1234);
         assert!(swapped.is_private() && !swapped.is_private_in_memory());
         let present = PageState(PageState::PRESENT | 0x1234);

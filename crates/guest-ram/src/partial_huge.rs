@@ -1,8 +1,8 @@
-//! Pages in the balloon whose huge page is in use in part, for backings that can only discard whole
+//! Pages in the balloon whose huge page is partly in use, for backings that can only discard whole
 //! huge pages.
 //!
-//! A hugetlb page goes back to the host only as a whole. Pages that a balloon takes one by one are
-//! recorded here until their huge page is complete; a page that goes back to the guest is dropped.
+//! A hugetlb page can be discarded only as a whole. Pages that are inflated one by one are recorded
+//! here until their huge page is complete; a page that is deflated is dropped.
 
 use ebb_abi::{HUGE_PAGE_SIZE_PAGES, Pfn};
 
@@ -17,27 +17,27 @@ pub(crate) enum Tenure {
     Ballooned,
 }
 
-/// What may be discarded now.
+/// Pages that may be discarded now.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Plan {
     /// Whole huge pages, coalesced.
     pub(crate) whole: Vec<GuestRange>,
-    /// Pages asked for whose huge page is not complete.
+    /// Requested pages whose huge page is not complete.
     pub(crate) deferred_pages: u64,
 }
 
 /// The pages in the balloon. Complete huge pages stay until reclaimed, so that a page that is
-/// reclaimed and given away again completes its huge page again.
+/// reclaimed and inflated again completes its huge page again.
 #[derive(Debug)]
 pub(crate) struct PartialHugePages(PageBitmap);
 
 impl PartialHugePages {
-    /// None of the pages of these regions, which must consist of whole huge pages.
+    /// An empty set of pages of these regions, which must consist of whole huge pages.
     pub(crate) fn new(regions: &[GuestRange]) -> Self {
         Self(PageBitmap::new(regions))
     }
 
-    /// Finds the huge pages that `ranges`, together with the pages in the balloon, completes.
+    /// Finds the huge pages that `ranges`, together with the pages in the balloon, complete.
     pub(crate) fn plan(&mut self, ranges: &[GuestRange], tenure: Tenure) -> Plan {
         let mut asked = ranges.to_vec();
         crate::coalesce(&mut asked);
@@ -64,13 +64,13 @@ impl PartialHugePages {
         plan
     }
 
-    /// Forgets pages: they are in use again.
+    /// Drops pages that are in use again.
     pub(crate) fn reclaim(&mut self, range: GuestRange) {
         self.0.remove(range);
     }
 }
 
-/// Splits a range at the borders of huge pages.
+/// Splits a range at the boundaries of huge pages.
 fn parts(range: GuestRange) -> impl Iterator<Item = GuestRange> {
     let mut rest = range;
     std::iter::from_fn(move || {
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_is_complete_when_its_last_page_comes() {
+    fn a_block_is_complete_with_its_last_page() {
         let mut ballooned = none();
         let plan = ballooned.plan(&[range(512, 511)], Tenure::Ballooned);
         assert_eq!(plan, Plan { whole: vec![], deferred_pages: 511 });
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reclaimed_page_must_come_back_before_its_block_goes() {
+    fn a_reclaimed_page_must_be_inflated_again_before_its_block_is_discarded() {
         let mut ballooned = none();
         assert_eq!(ballooned.plan(&[range(0, 1024)], Tenure::Ballooned).whole, [range(0, 1024)]);
         ballooned.reclaim(range(7, 1));
@@ -128,7 +128,7 @@ mod tests {
     proptest! {
         /// The model is the plain set of ballooned pages.
         #[test]
-        fn whole_blocks_consist_of_asked_and_held_pages(
+        fn whole_blocks_consist_of_requested_and_ballooned_pages(
             steps in prop::collection::vec((0..3_u8, 0..1600_u64, 0..1100_u64), 1..20),
         ) {
             let mut ballooned = none();
@@ -145,12 +145,21 @@ mod tests {
                 let complete: BTreeSet<u64> = asked
                     .iter()
                     .map(|page| page / 512)
-                    .filter(|block| (block * 512..block * 512 + 512).all(|page| known.contains(&page)))
+                    .filter(|block| {
+                        (block * 512..block * 512 + 512).all(|page| known.contains(&page))
+                    })
                     .collect();
                 let plan = ballooned.plan(&[range(start, pages)], tenure);
-                let whole: BTreeSet<u64> =
-                    plan.whole.iter().flat_map(|range| range.start.0..range.end().0).map(|page| page / 512).collect();
-                let deferred = asked.iter().filter(|page| !complete.contains(&(**page / 512))).count() as u64;
+                let whole: BTreeSet<u64> = plan
+                    .whole
+                    .iter()
+                    .flat_map(|range| range.start.0..range.end().0)
+                    .map(|page| page / 512)
+                    .collect();
+                let deferred = asked
+                    .iter()
+                    .filter(|page| !complete.contains(&(**page / 512)))
+                    .count() as u64;
                 prop_assert_eq!(whole, complete);
                 prop_assert_eq!(plan.deferred_pages, deferred);
                 if tenure == Tenure::Ballooned {

@@ -11,15 +11,15 @@ use rustix::mm::{Advice, madvise};
 use crate::RamError;
 use crate::mapping::Mapping;
 
-/// What a thread populates at a time, in bytes: enough to make the system call's cost vanish, small
-/// enough to share the work evenly.
+/// Bytes that a thread populates at a time: large enough to make the system call's cost negligible,
+/// small enough to share the work evenly.
 const CHUNK_BYTES: usize = 64 << 20;
 
-/// More threads than this contend for the host's zone locks without gain.
+/// Maximum number of threads; more contend for the host's zone locks without gain.
 const MAX_THREADS: usize = 8;
 
-/// Refuses what cannot succeed: the kernel would find out page by page, and kill processes for lack
-/// of memory on the way.
+/// Refuses requests that cannot succeed: the kernel would fail page by page, and kill processes for
+/// lack of memory on the way.
 ///
 /// # Errors
 /// [`RamError::LargerThanHost`] if `size_bytes` is more than all RAM of the host.
@@ -37,7 +37,7 @@ pub(crate) fn check_possible(size_bytes: u64) -> Result<(), RamError> {
 /// it is large.
 ///
 /// # Errors
-/// [`RamError::Populate`] if the host cannot allocate a page. Pages that were allocated stay so.
+/// [`RamError::Populate`] if the host cannot allocate a page. Allocated pages stay allocated.
 pub(crate) fn populate(mapping: &Mapping) -> Result<(), RamError> {
     let chunks = mapping.size_bytes().div_ceil(CHUNK_BYTES);
     let processors = thread::available_parallelism().map_or(1, NonZero::get);
@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn more_than_the_host_has_is_refused_at_once() {
+    fn more_than_the_hosts_memory_is_refused_at_once() {
         assert!(check_possible(4096).is_ok());
         let error = check_possible(1 << 60).unwrap_err();
         assert!(

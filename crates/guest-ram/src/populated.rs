@@ -1,5 +1,5 @@
-//! Which parts of guest memory may hold something other than zeros, and from where they are best
-//! read.
+//! Parts of guest memory that may contain something other than zeros, and the best source to read
+//! them from.
 
 use std::fs::File;
 use std::io;
@@ -11,27 +11,27 @@ use crate::holes::{data_segments, mapped_data_segments};
 use crate::overlay::Source;
 use crate::{Backing, GuestRam, GuestRange};
 
-/// A run of pages that may hold something.
+/// A run of pages that may contain data.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PopulatedRun<'a> {
     /// Guest pages, within one region.
     pub(crate) range: GuestRange,
-    /// Where their content is.
+    /// Location of their content.
     pub(crate) content: Content<'a>,
 }
 
-/// Where the content of pages is.
+/// Location of the content of pages.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Content<'a> {
     /// In memory or swap space.
     Memory,
     /// In a file, from this offset in bytes on. Read from there, pages need not be mapped, and
-    /// holes of the file get no page: a mere read of a hole through a mapping would allocate one
+    /// holes of the file get no page: reading a hole through a mapping would allocate one
     /// (hugetlbfs, tmpfs).
     File(&'a File, u64),
 }
 
-/// Where the content of a page is.
+/// Location of the content of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PageContent {
     Nothing,
@@ -40,14 +40,14 @@ enum PageContent {
 }
 
 impl GuestRam {
-    /// The runs of `range`, which must lie within one region, that may hold something, in ascending
+    /// The runs of `range`, which must lie within one region, that may contain data, in ascending
     /// order. Pages in none of them are zero.
     pub(crate) fn populated_runs(&self, range: GuestRange) -> io::Result<Vec<PopulatedRun<'_>>> {
         let Some(piece) = self.piece(range) else { return Ok(Vec::new()) };
         if let Some((file, offset)) = piece.file {
             let in_file = offset..offset + range.size_bytes();
             let segments = match self.backing() {
-                // mincore knows only of huge pages that are mapped.
+                // mincore reports only huge pages that are mapped.
                 Backing::Hugetlb2M => data_segments(file, in_file)?,
                 Backing::Memfd | Backing::Anonymous => {
                     mapped_data_segments(file, in_file, piece.address)?
@@ -55,7 +55,7 @@ impl GuestRam {
             };
             return Ok(runs_of_segments(file, offset, range, segments));
         }
-        // Pages that are just being merged look as if they were not there.
+        // Pages that are being merged look absent.
         let extents = self.lock_overlay();
         let states = self.pagemap.as_ref().and_then(|pagemap| {
             let states = pagemap.read(piece.address, range.pages as usize);
@@ -66,8 +66,8 @@ impl GuestRam {
                 .ok()
         });
         let Some(states) = states else {
-            // Nothing else reports pages in swap space: each must be looked at, which costs time
-            // and page tables.
+            // Nothing else reports pages in swap space: each must be examined, which costs time and
+            // page tables.
             return Ok(vec![PopulatedRun { range, content: Content::Memory }]);
         };
         let mut contents: Vec<_> = states
@@ -120,7 +120,8 @@ fn runs_of_file(file: &File, offset: u64, range: GuestRange) -> io::Result<Vec<P
     Ok(runs_of_segments(file, offset, range, segments))
 }
 
-/// The runs of `range`, which is in `file` from `offset` on, that segments of the file are.
+/// The runs of `range`, which is in `file` from `offset` on, that correspond to segments of the
+/// file.
 fn runs_of_segments(
     file: &File,
     offset: u64,

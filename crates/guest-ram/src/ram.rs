@@ -26,12 +26,12 @@ pub struct GuestRam {
     backing: Backing,
     discarder: Discarder,
     inhibitors: Arc<Inhibitors>,
-    /// Only for backings that discard whole huge pages.
+    /// Only for backings that can only discard whole huge pages.
     partial_huge: Option<Mutex<PartialHugePages>>,
     meter: Meter,
     pub(crate) pagemap: Option<Pagemap>,
     huge_pages: HugePages,
-    /// For memory that was restored, and once pages may be merged.
+    /// For restored memory, and once pages may be merged.
     pub(crate) overlay: OnceLock<Overlay>,
     /// Once this process may merge pages.
     #[cfg(feature = "merge")]
@@ -51,8 +51,8 @@ impl GuestRam {
         populate: Populate,
     ) -> Result<Self, RamError> {
         check(regions, backing)?;
-        // Huge pages of the pool are taken when it is mapped: there the pool's size says what is
-        // possible.
+        // Huge pages of the pool are reserved when it is mapped: the pool's size is the limit
+        // there.
         if populate == Populate::Prealloc && backing != Backing::Hugetlb2M {
             populate::check_possible(regions.iter().map(|spec| spec.size_bytes).sum())?;
         }
@@ -66,7 +66,7 @@ impl GuestRam {
         Self::assemble(regions, mappings, backing, huge_pages, None)
     }
 
-    /// Puts mapped regions together.
+    /// Assembles mapped regions.
     pub(crate) fn assemble(
         regions: &[RegionSpec],
         mappings: Vec<Mapping>,
@@ -112,7 +112,7 @@ impl GuestRam {
         })
     }
 
-    /// The same memory, discarded one range a system call, for benchmarks that compare.
+    /// The same memory, discarded one range per system call, for comparing benchmarks.
     #[doc(hidden)]
     #[must_use]
     pub fn with_single_discards(mut self) -> Self {
@@ -130,13 +130,13 @@ impl GuestRam {
         &self.regions
     }
 
-    /// Pages of the regions, in ascending order: what a [`PageBitmap`](crate::PageBitmap) is made
-    /// for.
+    /// Pages of the regions, in ascending order; the regions of a
+    /// [`PageBitmap`](crate::PageBitmap).
     pub fn page_ranges(&self) -> Vec<GuestRange> {
         self.regions.iter().map(Region::pages).collect()
     }
 
-    /// What backs the memory.
+    /// The memory's backing.
     pub fn backing(&self) -> Backing {
         self.backing
     }
@@ -151,7 +151,7 @@ impl GuestRam {
         self.regions.iter().map(|region| region.size_bytes).sum()
     }
 
-    /// How ranges are given back to the host.
+    /// How ranges are discarded.
     pub fn discard_method(&self) -> DiscardMethod {
         match self.backing {
             Backing::Memfd | Backing::Hugetlb2M => DiscardMethod::PunchHole,
@@ -160,7 +160,7 @@ impl GuestRam {
         }
     }
 
-    /// The parts of `range` that are guest memory, in ascending order, one a region at most.
+    /// The parts of `range` that are guest memory, in ascending order, at most one per region.
     pub fn clip(&self, range: GuestRange) -> impl Iterator<Item = GuestRange> {
         let first = self.regions.partition_point(|region| region.pages().end() <= range.start);
         self.regions[first..]
@@ -169,16 +169,16 @@ impl GuestRam {
             .take_while(|part| !part.is_empty())
     }
 
-    /// Gives pages back to the host; they read as zeros afterwards. The guest may use them again as
-    /// soon as this returns, as with page reporting.
+    /// Discards pages, returning them to the host; they read as zeros afterwards. The guest may use
+    /// them again as soon as this returns, as with page reporting.
     ///
-    /// Some pages may be left as they are, and are counted as deferred: with [`Backing::Hugetlb2M`]
-    /// those whose huge page is neither asked for in this call nor in the balloon, and in
+    /// Some pages may be left unchanged, and are counted as deferred: with [`Backing::Hugetlb2M`]
+    /// those whose huge page is neither part of this call nor in the balloon, and in
     /// [restored](Self::restore) and in merged memory those in the middle of a part of a file that
-    /// cannot be cut any more, because the process may have no more mappings. To leave a page
-    /// unchanged is always correct: a guest that expects zeros or a pattern in
-    /// its free pages (Linux with `init_on_free` or page poisoning) has put them there. Memory that
-    /// is discarded as a whole is never left.
+    /// cannot be split any more, because the process may have no more mappings. Leaving a page
+    /// unchanged is always correct: a guest that expects zeros or a pattern in its free pages
+    /// (Linux with `init_on_free` or page poisoning) has written them itself. Memory that is
+    /// discarded as a whole is never left unchanged.
     ///
     /// # Errors
     /// [`RamError::OutsideRam`] before anything is discarded; [`RamError::Discard`] if the host
@@ -190,8 +190,8 @@ impl GuestRam {
     /// As [`discard`](Self::discard), for pages in a balloon: the guest does not use them until
     /// [`reclaim`](Self::reclaim).
     ///
-    /// With [`Backing::Hugetlb2M`], pages whose huge page is not complete are remembered and given
-    /// back once it is.
+    /// With [`Backing::Hugetlb2M`], pages whose huge page is not complete are recorded and
+    /// discarded once it is.
     pub fn discard_ballooned(&self, ranges: &[GuestRange]) -> Result<DiscardOutcome, RamError> {
         self.discard_with(ranges, Tenure::Ballooned)
     }
@@ -211,7 +211,7 @@ impl GuestRam {
         let Some(partial_huge) = &self.partial_huge else {
             return self.discard_pieces(ranges);
         };
-        // Kept until the pages are gone: a reclaim in between must wait.
+        // Held until the pages are discarded: a concurrent reclaim must wait.
         let mut partial_huge = partial_huge.lock().unwrap_or_else(PoisonError::into_inner);
         let plan = partial_huge.plan(ranges, tenure);
         let mut outcome = self.discard_pieces(&plan.whole)?;
@@ -240,16 +240,16 @@ impl GuestRam {
             .filter_map(|part| self.piece(part))
             .collect();
         let mut outcome = DiscardOutcome::default();
-        // Held until all pages are gone, whether or not they are mapped from a file: one that is
-        // just being merged would come back.
+        // Held until all pages are discarded, whether or not they are mapped from a file: a page
+        // that is being merged would be moved back.
         let mut locked = self.overlay.get().map(|overlay| (overlay, overlay.lock()));
         if let Some((overlay, extents)) = &mut locked {
-            // SAFETY: every piece was cut to a region's bounds, and its content may vanish since
-            // its pages are to be discarded.
+            // SAFETY: every piece was clipped to a region's bounds, and its content may vanish
+            // since its pages are to be discarded.
             outcome += unsafe { overlay.replace(extents, &mut pieces) }?;
         }
-        // SAFETY: every piece was cut to a region's bounds, and the region's mapping lives as long
-        // as `self`. vm-memory hands out raw pointers and volatile slices only, so no Rust
+        // SAFETY: every piece was clipped to a region's bounds, and the region's mapping lives as
+        // long as `self`. vm-memory provides raw pointers and volatile slices only, so no Rust
         // reference to guest memory exists.
         outcome += unsafe { self.discarder.discard(&pieces) }?;
         Ok(outcome)
@@ -266,13 +266,13 @@ impl GuestRam {
         self.overlay.get().map(Overlay::lock)
     }
 
-    /// The parts of a range that are mapped from files, in ascending order. Without private copies
-    /// they hold nothing of this memory's own.
+    /// The parts of a range that are mapped from files, in ascending order. Apart from private
+    /// copies their content is not this memory's own.
     pub(crate) fn file_mapped(&self, range: GuestRange) -> Vec<(GuestRange, Source)> {
         self.lock_overlay().map_or(Vec::new(), |extents| extents.mapped(range).collect())
     }
 
-    /// Where a range within one region is.
+    /// Location of a range within one region.
     pub(crate) fn piece(&self, range: GuestRange) -> Option<Piece<'_>> {
         let index = self.regions.iter().position(|region| region.pages().contains(range.start))?;
         let (region, mapping) = (&self.regions[index], &self.mappings[index]);
@@ -285,7 +285,7 @@ impl GuestRam {
         })
     }
 
-    /// RAM offset of a page: its place in memory if the regions were one after the other, in bytes.
+    /// RAM offset of a page: its offset in memory if the regions adjoined, in bytes.
     pub(crate) fn ram_offset_bytes(&self, pfn: Pfn) -> u64 {
         let mut before_bytes = 0;
         for region in &self.regions {
@@ -318,20 +318,19 @@ impl GuestRam {
         self.reclaim(&[GuestRange::new(Pfn(0), u64::MAX)]);
     }
 
-    /// Keeps all memory from being discarded as long as the guard lives. No discard is under way
-    /// when this returns. Pages that were merged and written to keep their place in the host's
-    /// memory, too, as with a discard.
+    /// Inhibits discards of all memory as long as the guard lives. No discard is in progress when
+    /// this returns. Reanonymizing, which would replace pages as well, is inhibited, too.
     pub fn inhibit_discard(&self, reason: InhibitReason) -> InhibitGuard {
         self.inhibitors.add(reason)
     }
 
-    /// Why nothing is discarded at present; empty if discards work.
+    /// Reasons why nothing is discarded at present; empty if discards work.
     pub fn inhibit_reasons(&self) -> Vec<InhibitReason> {
         self.inhibitors.reasons()
     }
 
     /// Bytes of guest memory that the host holds in memory. Pages that were swapped out do not
-    /// count, except with the file backings, whose files know only how much is allocated to them.
+    /// count, except with the file backings, which report only how much is allocated to the file.
     /// Pages that restored memory shares with the page cache, and merged pages, do not count
     /// either.
     ///
@@ -341,7 +340,7 @@ impl GuestRam {
         Ok(self.residency()?.private_bytes)
     }
 
-    /// As [`resident_bytes`](Self::resident_bytes), with the pages that are shared with others.
+    /// As [`resident_bytes`](Self::resident_bytes), with the pages shared with others.
     ///
     /// # Errors
     /// [`RamError::Resident`] if the host does not report it.
@@ -349,16 +348,16 @@ impl GuestRam {
         self.meter.residency(&self.mappings).map_err(|source| RamError::Resident { source })
     }
 
-    /// From now on the kernel may have merged pages, to be counted apart.
+    /// From now on pages merged by the kernel are counted separately.
     pub(crate) fn count_kernel_merged(&self) {
         self.meter.count_kernel_merged();
     }
 }
 
 impl Drop for GuestRam {
-    /// Unmaps the memory, except regions to which a handle of vm-memory's is left, which can be
-    /// cloned: those stay mapped, since an access through such a handle must not hit someone
-    /// else's memory.
+    /// Unmaps the memory, except regions to which a handle of vm-memory is left, which can be
+    /// cloned: those stay mapped, since an access through such a handle must not hit unrelated
+    /// memory.
     fn drop(&mut self) {
         let mut memory = std::mem::take(&mut self.memory);
         for (region, mapping) in self.regions.iter().zip(self.mappings.drain(..)) {
@@ -394,7 +393,7 @@ fn region_of(spec: &RegionSpec, mapping: &Mapping) -> Result<GuestRegionMmap<Wri
         .ok_or(RamError::OverlappingRegion { start: spec.start.0, size_bytes: spec.size_bytes })
 }
 
-/// Checks what a caller asks for before anything is mapped.
+/// Checks a request before anything is mapped.
 pub(crate) fn check(regions: &[RegionSpec], backing: Backing) -> Result<(), RamError> {
     if regions.is_empty() {
         return Err(RamError::NoRegions);

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use ebb_abi::{PageRange, Pfn};
 
-/// A set of pages, kept as disjoint ranges with gaps between them: its size depends on what is in
-/// it, other than that of a [`PageBitmap`](crate::PageBitmap).
+/// A set of pages, stored as disjoint ranges with gaps between them: its size depends on its
+/// content, unlike that of a [`PageBitmap`](crate::PageBitmap).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RangeSet {
     /// End by start.
@@ -14,7 +14,7 @@ pub struct RangeSet {
 }
 
 impl RangeSet {
-    /// Adds pages; returns the range of the set that they are now part of.
+    /// Adds pages; returns the range of the set that contains them now.
     pub fn insert(&mut self, range: PageRange) -> PageRange {
         if range.is_empty() {
             return range;
@@ -34,7 +34,7 @@ impl RangeSet {
         PageRange::new(Pfn(start), end - start)
     }
 
-    /// Takes pages out.
+    /// Removes pages.
     pub fn remove(&mut self, range: PageRange) {
         if range.is_empty() {
             return;
@@ -110,7 +110,8 @@ mod tests {
                     let merged = set.insert(range);
                     model.extend(start..start + pages);
                     prop_assert_eq!(merged.intersection(range), range);
-                    prop_assert!((merged.start.0..merged.end().0).all(|page| model.contains(&page)));
+                    let added = merged.start.0..merged.end().0;
+                    prop_assert!(added.into_iter().all(|page| model.contains(&page)));
                 } else {
                     set.remove(range);
                     model.retain(|page| !range.contains(Pfn(*page)));

@@ -4,8 +4,8 @@ use ebb_abi::{HUGE_PAGE_SIZE_PAGES, Pfn};
 
 use crate::GuestRange;
 
-/// Sorts ranges by address and merges those that touch or overlap; empty ones vanish. Linear for
-/// sorted input.
+/// Sorts ranges by address and merges those that adjoin or overlap; empty ones are removed. Linear
+/// for sorted input.
 pub fn coalesce(ranges: &mut Vec<GuestRange>) {
     ranges.retain(|range| !range.is_empty());
     if !ranges.is_sorted() {
@@ -20,11 +20,11 @@ pub fn coalesce(ranges: &mut Vec<GuestRange>) {
     });
 }
 
-/// Splits ranges so that all whole 2 MiB blocks come first and the remaining fragments after them,
-/// each part in the order of the input. The union stays the same.
+/// Splits ranges so that all whole 2 MiB blocks come first and the remaining fragments follow, each
+/// part in the order of the input. The union stays the same.
 ///
-/// Large before small: a whole huge page goes back to the host at once and cheaply, part of one
-/// splits it first.
+/// Large before small: a whole huge page is discarded at once and cheaply, part of one splits it
+/// first.
 #[must_use]
 pub fn huge_blocks_first(ranges: &[GuestRange]) -> Vec<GuestRange> {
     let mut blocks = Vec::with_capacity(ranges.len() * 2);
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn gaps_are_what_is_left() {
+    fn gaps_are_the_remaining_parts() {
         let range = |start, pages| GuestRange::new(Pfn(start), pages);
         let gaps = |others: &[GuestRange]| gaps(range(10, 20), others).collect::<Vec<_>>();
         assert_eq!(gaps(&[]), [range(10, 20)]);
@@ -104,7 +104,9 @@ mod tests {
             prop_assert_eq!(total, pages(&list).len() as u64);
             let whole = |range: &GuestRange| range.whole_huge_blocks() == *range;
             prop_assert!(split.is_sorted_by_key(|range| !whole(range)));
-            prop_assert!(split.iter().all(|range| whole(range) || range.whole_huge_blocks().is_empty()));
+            prop_assert!(
+                split.iter().all(|range| whole(range) || range.whole_huge_blocks().is_empty())
+            );
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What guest memory consists of: regions, what backs them, and how they are allocated.
+//! Components of guest memory: regions, their backing, and their allocation.
 
 use std::fmt;
 
@@ -15,11 +15,11 @@ pub struct RegionSpec {
     pub start: GuestAddress,
     /// Size in bytes.
     pub size_bytes: u64,
-    /// Node of the host that the memory must come from; any if `None`.
+    /// Host node that the memory must come from; any if `None`.
     pub host_node: Option<u32>,
 }
 
-/// What backs guest memory.
+/// Backing of guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Backing {
@@ -29,13 +29,13 @@ pub enum Backing {
     /// A memory file that can be shared with other processes.
     Memfd,
     /// A memory file of 2 MiB pages from the host's pool. A huge page returns to the pool when all
-    /// of it is discarded, and is lost to others until then.
+    /// of it is discarded, and is unavailable to others until then.
     #[serde(rename = "hugetlb")]
     Hugetlb2M,
 }
 
 impl Backing {
-    /// What a region's start and size must be multiples of, in bytes.
+    /// Unit of a region's start and size, in bytes.
     pub const fn unit_bytes(self) -> u64 {
         match self {
             Self::Anonymous | Self::Memfd => PAGE_SIZE_BYTES,
@@ -54,12 +54,13 @@ impl fmt::Display for Backing {
     }
 }
 
-/// Whether the host may use transparent huge pages; without meaning for [`Backing::Hugetlb2M`].
+/// Whether the host may use transparent huge pages; ignored for [`Backing::Hugetlb2M`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HugePages {
-    /// Wherever it can (`MADV_HUGEPAGE`).
+    /// Wherever possible (`MADV_HUGEPAGE`).
     On,
-    /// Never (`MADV_NOHUGEPAGE`): slower to access, and no page is held for a neighbour's sake.
+    /// Never (`MADV_NOHUGEPAGE`): slower to access, but no page is allocated because of its
+    /// neighbours.
     Off,
 }
 
@@ -82,7 +83,7 @@ pub struct Region {
     /// Host address of the first byte, for KVM's memory slots. Valid as long as the
     /// [`GuestRam`](crate::GuestRam).
     pub host_address: u64,
-    /// Node of the host that the memory is bound to.
+    /// Host node that the memory is bound to.
     pub host_node: Option<u32>,
 }
 
@@ -94,7 +95,7 @@ impl RegionSpec {
 }
 
 impl Region {
-    /// What the region was made from.
+    /// The specification of the region.
     #[cfg(feature = "merge")]
     pub(crate) const fn spec(&self) -> RegionSpec {
         RegionSpec { start: self.start, size_bytes: self.size_bytes, host_node: self.host_node }

@@ -1,25 +1,25 @@
-//! How much of guest memory the host holds.
+//! Resident memory of a guest.
 //!
-//! For file backings the file knows: it counts the pages allocated to it, mapped or not. For
+//! For file backings the file reports it: it counts the pages allocated to it, mapped or not. For
 //! anonymous memory there are three sources:
 //!
-//! - `anon=` in /proc/self/numa_maps (kernels with CONFIG_NUMA) is right.
-//! - `Anonymous` in /proc/self/smaps leaves out huge pages that automatic NUMA balancing has made
-//!   inaccessible to learn which processors use them (Linux mm/huge_memory.c,
-//!   `follow_trans_huge_pmd`): up to all of them, on hosts with several nodes. It serves kernels
-//!   without numa_maps, where there is no balancing either.
-//! - mincore(2) also counts the shared zero page, which a mere read maps, and serves only without
+//! - `anon=` in /proc/self/numa_maps (kernels with CONFIG_NUMA) is exact.
+//! - `Anonymous` in /proc/self/smaps omits huge pages that automatic NUMA balancing has made
+//!   inaccessible to find out which processors use them (Linux mm/huge_memory.c,
+//!   `follow_trans_huge_pmd`): up to all of them, on hosts with several nodes. It is used for
+//!   kernels without numa_maps, which have no such balancing.
+//! - mincore(2) also counts the shared zero page, which a read maps, and is used only without
 //!   /proc.
 //!
-//! Restored memory also has pages of the file that it is from. As long as they are not written to
-//! they are the page cache's: shared with all machines from the same file, and given up by the host
-//! when it needs memory. They are counted apart (numa_maps: what is mapped and not `anon`; smaps:
-//! `Rss` without `Anonymous`); mincore would count all of the file that is cached.
+//! Restored memory also has pages of its file. Until they are written to they belong to the page
+//! cache: shared by all machines restored from the same file, and reclaimed by the host when it
+//! needs memory. They are counted separately (numa_maps: mapped and not `anon`; smaps: `Rss`
+//! without `Anonymous`); mincore would count all cached pages of the file.
 //!
-//! Merged memory has stable pages, mapped from files of a name of their own; they are counted apart
-//! too. The kernel's KSM leaves its pages among the anonymous ones. `KSM` in /proc/self/smaps
-//! (Linux 6.7) has their number; /proc/self/ksm_merging_pages (Linux 5.19), for the process as a
-//! whole, also counts those that were written to since the kernel's last pass.
+//! Merged memory has stable pages, mapped from files with a name of their own; they are counted
+//! separately too. The kernel's KSM leaves its pages among the anonymous ones. `KSM` in
+//! /proc/self/smaps (Linux 6.7) is their number; /proc/self/ksm_merging_pages (Linux 5.19), for the
+//! process as a whole, also counts those that were written to since the kernel's last pass.
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
@@ -37,20 +37,20 @@ pub const STABLE_FILE_NAME: &str = "ebb-stable";
 /// Unit of `st_blocks`, in bytes (stat(2)).
 const BLOCK_BYTES: u64 = 512;
 
-/// Pages that one mincore(2) asks for: a result of 64 KiB.
+/// Pages per mincore(2) call: a result of 64 KiB.
 const MINCORE_PAGES: usize = 64 << 10;
 
 /// Guest memory that the host holds in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Residency {
-    /// Bytes of pages that are there for this memory alone.
+    /// Bytes of pages that belong to this memory alone.
     pub private_bytes: u64,
     /// Bytes of pages of the file that the memory was restored from, mapped and not written to.
     /// They belong to the page cache, and several machines may share them.
     pub file_bytes: u64,
     /// Bytes of stable pages that are mapped for this memory, and of pages that the kernel has
-    /// merged (in all of the process): each page counts as often as it is mapped, although it is
-    /// there once.
+    /// merged (in the whole process): each page counts once per mapping, although it exists only
+    /// once.
     pub merged_bytes: u64,
 }
 
@@ -67,7 +67,7 @@ impl AddAssign for Residency {
 pub(crate) struct Meter {
     /// Kept open: a monitor may have no access to /proc later on.
     accounting: Option<(Accounting, Mutex<File>)>,
-    /// Where the kernel reports pages that it has merged, once that is of interest.
+    /// Source of the number of pages merged by the kernel, once it is needed.
     kernel_merged: OnceLock<KernelMerged>,
 }
 
@@ -79,8 +79,8 @@ enum Accounting {
 }
 
 impl Accounting {
-    /// What is resident of the mappings that overlap one of `ranges` (address, size in bytes);
-    /// `None` if `text` names none of them.
+    /// Resident memory of the mappings that overlap one of `ranges` (address, size in bytes);
+    /// `None` if `text` lists none of them.
     fn residency_in(self, text: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
         match self {
             Self::NumaMaps => numa_maps_residency(text, ranges),
@@ -99,7 +99,7 @@ impl Meter {
         }
     }
 
-    /// From now on the kernel may have merged pages.
+    /// From now on pages merged by the kernel are counted.
     pub(crate) fn count_kernel_merged(&self) {
         let open = |path| {
             let file = File::open(path).inspect_err(|error| tracing::debug!("{path}: {error}"));
@@ -111,7 +111,7 @@ impl Meter {
         });
     }
 
-    /// What the host holds of the mappings in memory.
+    /// Resident memory of the mappings.
     pub(crate) fn residency(&self, mappings: &[Mapping]) -> io::Result<Residency> {
         let mut sum = Residency::default();
         let mut anonymous = Vec::new();
@@ -157,7 +157,7 @@ impl Meter {
     }
 }
 
-/// Where the kernel reports pages that it has merged.
+/// Source of the number of pages merged by the kernel.
 #[derive(Debug)]
 struct KernelMerged {
     smaps: Option<Mutex<File>>,
@@ -199,7 +199,7 @@ fn ksm_bytes(smaps: &str, ranges: &[(u64, u64)]) -> Option<u64> {
 }
 
 /// Sums up the mappings in an smaps text that overlap one of `ranges` (address, size in bytes).
-/// `None` if the text names none of them.
+/// `None` if the text lists none of them.
 fn smaps_residency(smaps: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
     let mut found = None;
     let mut counts = false;
@@ -230,7 +230,7 @@ fn smaps_residency(smaps: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
 }
 
 /// Sums up the mappings in a numa_maps text that begin in one of `ranges` (address, size in bytes).
-/// `None` if the text names none of them. A mapping without pages has no numbers.
+/// `None` if the text lists none of them. A mapping without pages has no numbers.
 fn numa_maps_residency(numa_maps: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
     let mut found = None;
     for line in numa_maps.lines() {
@@ -238,7 +238,7 @@ fn numa_maps_residency(numa_maps: &str, ranges: &[(u64, u64)]) -> Option<Residen
         let Some(start) = words.next().and_then(|word| u64::from_str_radix(word, 16).ok()) else {
             continue;
         };
-        // Guest memory has guard pages at either end, so no mapping begins before it and reaches
+        // Guest memory has guard pages at either end, so no mapping begins before it and extends
         // into it.
         if !ranges.iter().any(|(address, size)| (*address..address + size).contains(&start)) {
             continue;
@@ -253,7 +253,7 @@ fn numa_maps_residency(numa_maps: &str, ranges: &[(u64, u64)]) -> Option<Residen
                 _ => {}
             }
         }
-        // Left out where it equals one of the others (Linux fs/proc/task_mmu.c, `show_numa_map`).
+        // Omitted where it equals one of the others (Linux fs/proc/task_mmu.c, `show_numa_map`).
         let mapped = mapped.unwrap_or(anonymous.max(dirty));
         let residency: &mut Residency = found.get_or_insert_default();
         residency.private_bytes += anonymous * PAGE_SIZE_BYTES;
@@ -343,20 +343,21 @@ Anonymous:            12 kB
     }
 
     #[test]
-    fn stable_pages_are_told_from_those_of_other_files() {
+    fn stable_pages_are_distinguished_from_those_of_other_files() {
         let merged = |private: u64, file: u64, merged: u64| Residency {
             merged_bytes: merged << 10,
             ..kib(private, file)
         };
         let smaps = SMAPS.replace("fe:00 9   /snapshot", "00:01 9   /memfd:ebb-stable (deleted)");
         assert_eq!(smaps_residency(&smaps, &[(0x10000, 0x40000)]), Some(merged(28, 8, 8)));
-        let numa_maps = "10000 default file=/memfd:ebb-stable\\040(deleted) anon=3 dirty=3 mapped=9 N0=9\n\
-            20000 default file=/memfd:stable mapped=2 N0=2\n30000 default anon=1\n";
+        let numa_maps = "10000 default file=/memfd:ebb-stable\\040(deleted) anon=3 dirty=3 \
+                         mapped=9 N0=9\n\
+                         20000 default file=/memfd:stable mapped=2 N0=2\n30000 default anon=1\n";
         assert_eq!(numa_maps_residency(numa_maps, &[(0x10000, 0x30000)]), Some(merged(16, 8, 24)));
     }
 
     #[test]
-    fn pages_merged_by_the_kernel_are_summed_where_it_tells() {
+    fn pages_merged_by_the_kernel_are_summed_where_reported() {
         assert_eq!(ksm_bytes(SMAPS, &[(0x10000, 0x40000)]), None);
         let smaps = SMAPS.replace("AnonHugePages:         0 kB", "KSM:                   8 kB");
         assert_eq!(ksm_bytes(&smaps, &[(0x10000, 0x40000)]), Some(8 << 10));

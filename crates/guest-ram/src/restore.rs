@@ -1,14 +1,14 @@
 //! Guest memory that starts from a file.
 //!
-//! The parts of the file that hold data are mapped privately: nothing is read before the guest
-//! touches it, and several machines that start from the same file share its pages in the page cache
-//! until they write to them. Everything else is anonymous memory.
+//! The parts of the file that contain data are mapped privately: nothing is read before the guest
+//! accesses it, and several machines restored from the same file share its pages in the page cache
+//! until they write to them. All other memory is anonymous.
 //!
-//! Pages of the file that are discarded become ordinary memory, see [`overlay`](crate::overlay).
+//! Discarded pages of the file become ordinary memory, see [`overlay`](crate::overlay).
 //!
-//! Transparent huge pages are asked for in the anonymous parts only. In a private mapping of a
-//! file, Linux allocates single pages on writes in any case, and `MADV_HUGEPAGE` would make the
-//! first touch of a page read 2 MiB.
+//! Transparent huge pages are enabled in the anonymous parts only. In a private mapping of a file,
+//! Linux allocates single pages on writes in any case, and `MADV_HUGEPAGE` would make the first
+//! access to a page read 2 MiB.
 
 use std::fs::File;
 
@@ -21,18 +21,19 @@ use crate::region::{Backing, HugePages, RegionSpec};
 use crate::{GuestRam, GuestRange, RamError, RamImage};
 
 impl GuestRam {
-    /// Memory with the content that `image` describes, from `file`, where it lies from
-    /// `file_offset_bytes` on. Its backing is [`Backing::Anonymous`]; the regions must be those
-    /// that were saved, but may come from other nodes.
+    /// Creates memory with the content that `image` describes, from `file`, where it begins at
+    /// `file_offset_bytes`. Its backing is [`Backing::Anonymous`]; the regions must be those that
+    /// were saved, but may come from other nodes.
     ///
-    /// Nothing is read now, apart from the file's size: pages are read when they are first touched.
+    /// Only the file's size is read now: pages are read when they are first accessed.
     /// [`RamImage::verify`] reads and compares all. Pages that are only read stay in the page
-    /// cache, wherever that has them; only copies come from the node asked for.
+    /// cache, on whatever node that is; only copies come from the requested node.
     ///
-    /// The file must stay as it is as long as the memory lives. Pages that were not yet written to
-    /// would show changes to it, and if it were cut short, an access to them would end the process
-    /// with SIGBUS; after a read error of the disk too. Replacing it under its name (rename) or
-    /// removing it is harmless. Who can write to the file can write to the machine's memory.
+    /// The file must not change as long as the memory lives. Pages that were not yet written to
+    /// would show changes to it, and if it were truncated, an access to them would end the process
+    /// with SIGBUS, as does a read error of the disk. Replacing it under its name (rename) or
+    /// removing it is harmless. A process that can write to the file can write to the machine's
+    /// memory.
     ///
     /// ```
     /// use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec};
@@ -62,7 +63,8 @@ impl GuestRam {
         image.validate()?;
         image.validate_regions_are(regions)?;
         image.validate_file(&file, file_offset_bytes)?;
-        // Each takes a VMA and leaves another one behind it; as many again are left for discards.
+        // Each takes a VMA and leaves another one behind it; as many again are reserved for
+        // discards.
         let max_runs = (max_vmas() / 4).min(MAX_EXTENTS as u64) as usize;
         let runs = file_runs(image, max_runs);
 
@@ -90,22 +92,22 @@ impl GuestRam {
         Self::assemble(regions, mappings, Backing::Anonymous, huge_pages, Some(overlay))
     }
 
-    /// Whether the memory came from a file ([`restore`](Self::restore)).
+    /// Whether the memory was restored from a file ([`restore`](Self::restore)).
     pub fn is_restored(&self) -> bool {
         self.snapshot().is_some()
     }
 
     /// Bytes that are still mapped from the file that the memory was restored from; pages that the
-    /// guest has written to since count too, until they are discarded. 0 if it was not restored.
+    /// guest has written to count too, until they are discarded. 0 if it was not restored.
     pub fn file_backed_bytes(&self) -> u64 {
         self.lock_overlay().map_or(0, |extents| extents.snapshot_pages() * PAGE_SIZE_BYTES)
     }
 }
 
-/// A run of pages that is to be mapped.
+/// A run of pages to be mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FileRun {
-    /// Number of the region that it lies in.
+    /// Index of its region.
     pub(crate) region: usize,
     /// Guest pages.
     pub(crate) range: GuestRange,
@@ -113,8 +115,8 @@ pub(crate) struct FileRun {
     pub(crate) ram_offset_bytes: u64,
 }
 
-/// What must be mapped for an image that has been validated: its extents, cut at borders of
-/// regions, and merged until at most `max_runs` are left (or one a region).
+/// The mappings of a validated image: its extents, split at boundaries of regions, and merged until
+/// at most `max_runs` are left (or one per region).
 pub(crate) fn file_runs(image: &RamImage, max_runs: usize) -> Vec<FileRun> {
     let mut region_end_bytes = 0;
     let ends: Vec<u64> = image
@@ -138,7 +140,7 @@ pub(crate) fn file_runs(image: &RamImage, max_runs: usize) -> Vec<FileRun> {
     let same_region = |left: &Extent, right: &Extent| {
         region_at(left.offset_bytes) == region_at(right.offset_bytes)
     };
-    // Neighbours without a gap are one in any case.
+    // Neighbours without a gap are always one.
     parts.dedup_by(|next, merged| {
         let one = merged.end_bytes() == next.offset_bytes && same_region(merged, next);
         if one {

@@ -14,29 +14,29 @@ use crate::image::{
 use crate::populated::{Content, PopulatedRun};
 use crate::{GuestRam, GuestRange, RamError, RamImage};
 
-/// What is copied at a time, in bytes: stays in the processor's cache while it is searched for
-/// zeros, hashed and written.
+/// Bytes copied at a time: they stay in the processor's cache while they are searched for zeros,
+/// hashed and written.
 const BUFFER_BYTES: u64 = 512 << 10;
 
 impl GuestRam {
     /// Writes the memory to `file`, from `file_offset_bytes` (a multiple of 4096) on: pages that
     /// the host holds, in memory or in swap space, and that are not all zero. All others become
-    /// holes. The file is made long enough for the whole memory. What it held there before is
+    /// holes. The file is extended to the size of the whole memory. Its former content there is
     /// discarded.
     ///
-    /// The memory must not be written to meanwhile: vCPUs and devices must be stopped. `progress`
-    /// is called after each 64 MiB of guest memory with the number of bytes of
+    /// The memory must not be written to concurrently: vCPUs and devices must be stopped.
+    /// `progress` is called after each 64 MiB of guest memory with the number of bytes of
     /// [`size_bytes`](Self::size_bytes) that are done. Nothing is synchronized: a caller that
     /// relies on the file calls `fsync`, which can also report a full disk.
     ///
     /// Opens no file. System calls: `fstat`, `fallocate`, `ftruncate`, `pread64`, `lseek`,
-    /// `mincore`, `pwrite64`, and what memory of the heap needs.
+    /// `mincore`, `pwrite64`, and those of heap allocation.
     ///
     /// # Errors
     /// [`RamError::DiskFull`]; [`RamError::WriteImage`] and [`RamError::ReadImage`] for other
     /// refusals; [`RamError::SaveOntoSource`] if the memory was restored from that file;
-    /// [`RamError::Image`] for an offset that cannot be, or if the file that the memory was
-    /// restored from has been cut short. The file is then not complete.
+    /// [`RamError::Image`] for an invalid offset, or if the file that the memory was restored from
+    /// was truncated. The file is then incomplete.
     pub fn save(
         &self,
         file: &File,
@@ -76,8 +76,8 @@ impl GuestRam {
         })
     }
 
-    /// Makes sure that what is not written reads as zeros, and that the memory's own source stays
-    /// as it is.
+    /// Makes sure that unwritten parts read as zeros, and that the memory's own source stays
+    /// unchanged.
     fn prepare_file(&self, file: &File, file_offset_bytes: u64) -> Result<(), RamError> {
         let stat = fstat(file).map_err(write_error(file_offset_bytes))?;
         if let Some(snapshot) = self.snapshot() {
@@ -96,7 +96,7 @@ impl GuestRam {
         Ok(())
     }
 
-    /// The parts of the memory between two RAM offsets, one a region at most, each with its RAM
+    /// The parts of the memory between two RAM offsets, at most one per region, each with its RAM
     /// offset.
     fn parts(&self, start: u64, end: u64) -> Vec<(GuestRange, u64)> {
         let mut region_start = 0;
@@ -113,7 +113,7 @@ impl GuestRam {
     }
 }
 
-/// A save under way.
+/// A save in progress.
 struct Writer<'a> {
     ram: &'a GuestRam,
     file: &'a File,
@@ -155,8 +155,8 @@ impl<'a> Writer<'a> {
             match run.content {
                 Content::Memory => {
                     let address = GuestAddress(run.range.start.address() + done_bytes);
-                    // A volatile copy: from here on the content cannot change between its hash and
-                    // its writing.
+                    // A volatile copy: from here on the content cannot change between hashing and
+                    // writing.
                     self.ram
                         .memory()
                         .read_slice(content, address)
@@ -184,7 +184,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// The error for a write that was refused at a RAM offset.
+    /// The error of a write at a RAM offset.
     fn refused(&self, offset_bytes: u64, source: io::Error) -> RamError {
         match source.kind() {
             ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
@@ -201,7 +201,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Bytes that may be data from a RAM offset on: what is still to be written at most.
+    /// Maximum number of bytes that are still to be written from a RAM offset on.
     fn populated_bytes_from(&self, offset_bytes: u64) -> u64 {
         let chunks = (offset_bytes..self.ram.size_bytes()).step_by(CHUNK_BYTES as usize);
         let parts = chunks.flat_map(|start| self.ram.parts(start, start + CHUNK_BYTES));

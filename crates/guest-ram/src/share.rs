@@ -1,8 +1,8 @@
-//! Handing memory over to another process of the same host, without copying it.
+//! Passing memory to another process of the same host, without copying it.
 //!
-//! Memory files can be mapped by several processes. A monitor that is to be replaced sends its
-//! successor their descriptors (unix(7), `SCM_RIGHTS`); both then have the same memory, and have to
-//! agree on which of them uses it.
+//! Memory files can be mapped by several processes. A monitor that is to be replaced sends their
+//! descriptors to its successor (unix(7), `SCM_RIGHTS`); both then have the same memory, and have
+//! to agree on which of them uses it.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -20,31 +20,31 @@ use crate::{Backing, GuestRam, HugePages, ImageRegion, RamError, Region, RegionS
 /// Version of [`SharedLayout`] that this crate writes, and the only one that it reads.
 pub const SHARED_LAYOUT_VERSION: u32 = 1;
 
-/// Smallest difference of file descriptors from those of standard input and output.
+/// Lowest file descriptor above standard input and output.
 const FIRST_DESCRIPTOR: i32 = 3;
 
 /// Type of the file systems of memory files (statfs(2)).
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 
-/// Guest memory on its way to another process.
+/// Guest memory in transfer to another process.
 #[derive(Debug)]
 pub struct SharedRam {
-    /// What is in the files.
+    /// Layout of the files.
     pub layout: SharedLayout,
     /// A memory file for each region, in the regions' order.
     pub files: Vec<OwnedFd>,
 }
 
-/// What is in the files of [`SharedRam`]: to be sent beside their descriptors.
+/// Layout of the files of [`SharedRam`]; sent with their descriptors.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SharedLayout {
     /// [`SHARED_LAYOUT_VERSION`].
     pub version: u32,
-    /// What backs the memory.
+    /// Backing of the memory.
     pub backing: Backing,
-    /// The regions in ascending order; each is all of its file.
+    /// The regions in ascending order; each occupies a whole file.
     pub regions: Vec<ImageRegion>,
 }
 
@@ -53,7 +53,7 @@ impl GuestRam {
     /// ([`Backing::Anonymous`], and memory that was restored from a file).
     ///
     /// As long as the other process may use the memory, this one must neither run the guest nor
-    /// discard pages. To unmap it (to drop this value) is harmless at any time. System call:
+    /// discard pages. Unmapping it (dropping this value) is harmless at any time. System call:
     /// `fcntl` with `F_DUPFD_CLOEXEC`.
     ///
     /// # Errors
@@ -76,18 +76,18 @@ impl GuestRam {
         Ok(Some(SharedRam { layout, files }))
     }
 
-    /// Maps the memory of another process. The regions must be those that it had, but may be bound
-    /// to other nodes: that applies to pages that are not there yet.
+    /// Maps the memory of another process. The regions must be the same, but may be bound to other
+    /// nodes, which applies to pages that are not allocated yet.
     ///
-    /// Nothing of the content changes, and nothing is allocated: adopting memory and dropping it
-    /// again leaves it as it was. With [`Backing::Hugetlb2M`], it is not known which parts of huge
-    /// pages are in the balloon: those go back to the host when their huge page is in it as a whole
-    /// anew. System calls: `fstat`, `fstatfs`, `fcntl` with `F_GET_SEALS`, and those of
+    /// The content is not changed, and nothing is allocated: adopting memory and dropping it again
+    /// has no effect on it. With [`Backing::Hugetlb2M`], it is not known which parts of huge pages
+    /// are in the balloon: those are discarded when their huge page is inflated anew as a whole.
+    /// System calls: `fstat`, `fstatfs`, `fcntl` with `F_GET_SEALS`, and those of
     /// [`new`](Self::new) except `memfd_create`.
     ///
     /// # Errors
-    /// [`RamError::Adopt`] if the files are not such memory, or could be made shorter
-    /// (an access to a part that is gone would end the process); else as [`new`](Self::new).
+    /// [`RamError::Adopt`] if the files are not such memory, or could be truncated (an access to a
+    /// missing part would end the process); else as [`new`](Self::new).
     pub fn adopt(
         regions: &[RegionSpec],
         huge_pages: HugePages,
@@ -137,8 +137,7 @@ impl SharedLayout {
     }
 }
 
-/// Makes sure that a file can be mapped as a region. Returns what identifies it, or what is
-/// wrong with it.
+/// Checks that a file can be mapped as a region. Returns its identity, or the problem.
 fn check_file(spec: &RegionSpec, backing: Backing, file: &OwnedFd) -> Result<(u64, u64), String> {
     let unknown = |error: rustix::io::Errno| format!("cannot be examined: {error}");
     let stat = fstat(file).map_err(unknown)?;

@@ -1,7 +1,7 @@
 //! A log of writes through vm-memory's interface.
 //!
-//! KVM's log of dirty pages knows of what vCPUs write and of what KVM writes on their behalf, not
-//! of what the monitor's devices write. [`GuestMemory`] notes those writes while the log is on.
+//! KVM's log of dirty pages covers writes of vCPUs and of KVM on their behalf, but not those of the
+//! monitor's devices. [`GuestMemory`] logs those writes while the log is on.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence};
@@ -10,17 +10,17 @@ use ebb_abi::{PAGE_SHIFT, PAGE_SIZE_BYTES};
 use vm_memory::GuestMemoryMmap;
 use vm_memory::bitmap::{Bitmap, NewBitmap, RefSlice, WithBitmapSlice};
 
-/// Guest memory as vm-memory has it, with a log of what is written through it.
+/// Guest memory of vm-memory's type, with a log of the writes through it.
 pub type GuestMemory = GuestMemoryMmap<WriteLog>;
 
-/// What the parts of [`GuestMemory`] carry with them, for example virtio-queue's readers and
-/// writers of descriptor chains.
+/// Slice type of the parts of [`GuestMemory`], for example in virtio-queue's readers and writers of
+/// descriptor chains.
 pub type WriteLogSlice<'a> = RefSlice<'a, WriteLog>;
 
-/// The pages of a region that were written to.
+/// Log of the pages of a region that were written to.
 ///
-/// While it is off it costs some nanoseconds a write, most of them to carry it along with
-/// vm-memory's slices, and it takes no memory until it was switched on for the first time.
+/// While it is off it costs some nanoseconds per write, most of them for passing it along with
+/// vm-memory's slices, and it takes no memory until it is switched on for the first time.
 #[derive(Debug, Default)]
 pub struct WriteLog {
     recording: AtomicBool,
@@ -30,16 +30,15 @@ pub struct WriteLog {
 }
 
 impl WriteLog {
-    /// Starts with nothing noted. A write that ends after this and the memory barrier that all
-    /// threads need after it will be noted.
+    /// Starts with an empty log. A write that ends after this and after the memory barrier that all
+    /// threads must then execute will be logged.
     pub(crate) fn start(&self) {
         let words = self.words.get_or_init(|| {
             std::iter::repeat_with(AtomicU64::default)
                 .take(self.pages.div_ceil(64) as usize)
                 .collect()
         });
-        // Relaxed: what a thread notes late, of a time before, is a page too many, which does no
-        // harm.
+        // Relaxed: a late entry of an earlier write is a superfluous page, which is harmless.
         words.iter().for_each(|word| word.store(0, Ordering::Relaxed));
         self.recording.store(true, Ordering::SeqCst);
     }
@@ -52,11 +51,11 @@ impl WriteLog {
         self.recording.load(Ordering::SeqCst)
     }
 
-    /// Hands over what was noted since the last time, word by word.
+    /// Returns the entries since the last call, word by word.
     pub(crate) fn take(&self) -> impl Iterator<Item = u64> {
-        // Most words are 0, and need no locked access. A bit that is set just behind the look is
-        // found the next time. Acquire, as partner of the Release in `mark`: a reader that finds a
-        // bit finds what was written before it was set.
+        // Most words are 0, and need no locked access. A bit that is set just after the load is
+        // found the next time. Acquire, pairs with the Release in `mark`: a reader that finds a bit
+        // finds the data written before it was set.
         self.words.get().into_iter().flatten().map(|word| {
             if word.load(Ordering::Relaxed) == 0 { 0 } else { word.swap(0, Ordering::Acquire) }
         })
@@ -74,7 +73,7 @@ impl WriteLog {
         while page <= last {
             let end = (page / 64 * 64 + 64).min(last + 1);
             let mask = u64::MAX >> (64 - (end - page)) << (page % 64);
-            // Release, as partner of the Acquire in `take`.
+            // Release, pairs with the Acquire in `take`.
             words[(page / 64) as usize].fetch_or(mask, Ordering::Release);
             page = end;
         }
@@ -89,9 +88,10 @@ impl Bitmap for WriteLog {
     /// Called by vm-memory after the write.
     #[inline]
     fn mark_dirty(&self, offset: usize, len: usize) {
-        // The write must not be moved behind the look at the flag. The compiler is kept from that
-        // here, the processor by the barrier that `GuestRam::start_write_log` makes all threads
-        // execute: a fence here would cost each write more than all the rest of this.
+        // The write must not be moved behind the load of the flag. This fence prevents the compiler
+        // from doing so, and the barrier that `GuestRam::start_write_log` makes all threads execute
+        // prevents the processor: a processor fence here would cost each write more than all the
+        // rest.
         compiler_fence(Ordering::SeqCst);
         if self.recording.load(Ordering::Relaxed) {
             self.mark(offset, len);

@@ -1,6 +1,6 @@
-//! Giving back pages that the guest has touched but that hold nothing but zeros.
+//! Discards pages that the guest has accessed but that contain only zeros.
 //!
-//! A guest that touches one byte of a huge page makes the host hold 2 MiB; kernels clear large
+//! A guest that accesses one byte of a huge page makes the host allocate 2 MiB; kernels clear large
 //! areas that they never use (bounce buffers, hash tables). Such pages read the same after a
 //! discard.
 
@@ -11,37 +11,37 @@ use vm_memory::{Bytes, GuestAddress};
 use crate::pagemap::{is_in_memory, mincore};
 use crate::{DiscardOutcome, GuestRam, GuestRange, RamError};
 
-/// Zero pages that a block of 2 MiB must have for it to be taken apart, if not all of it is zero: a
+/// Minimum number of zero pages in a block of 2 MiB for splitting it, if not all of it is zero: a
 /// huge page that is mostly used serves the guest better whole.
 const MIN_PAGES_TO_SPLIT: usize = 64;
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// Length that a run of zero pages in the middle of a mapped file must have to be worth two more
+/// Minimum length of a run of zero pages in the middle of a mapped file to justify two more
 /// mappings, see [`overlay`](crate::overlay).
 const MIN_PAGES_TO_CUT: u64 = 16;
 
-/// What a search for zero pages found.
+/// Result of a search for zero pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ZeroScan {
-    /// Bytes that were populated and that were looked at.
+    /// Populated bytes that were scanned.
     pub scanned_bytes: u64,
-    /// Bytes of them that were zero and were given back.
+    /// Bytes of them that were zero and were discarded.
     pub returned_bytes: u64,
-    /// What giving them back did.
+    /// Result of the discards.
     pub outcome: DiscardOutcome,
 }
 
 impl GuestRam {
-    /// Gives back the pages of `range` that the host holds and that are all zero. Pages that the
-    /// host does not hold are not touched.
+    /// Discards the pages of `range` that the host holds and that are all zero. Pages that the host
+    /// does not hold are not touched.
     ///
-    /// Nobody may write to the range meanwhile: vCPUs and devices must be stopped, or a write
-    /// between look and discard would be lost.
+    /// The range must not be written to concurrently: vCPUs and devices must be stopped, or a write
+    /// between scan and discard would be lost.
     ///
     /// # Errors
-    /// [`RamError::Resident`] if the host does not report what is populated, [`RamError::Discard`]
-    /// if it refuses to take pages.
+    /// [`RamError::Resident`] if the host does not report the populated pages,
+    /// [`RamError::Discard`] if it refuses to discard pages.
     pub fn discard_zeros(&self, range: GuestRange) -> Result<ZeroScan, RamError> {
         let mut scan = ZeroScan::default();
         let mut zeros = Vec::new();
@@ -59,7 +59,7 @@ impl GuestRam {
         Ok(scan)
     }
 
-    /// Looks at the pages of one block of at most 2 MiB.
+    /// Scans the pages of one block of at most 2 MiB.
     fn scan_block(
         &self,
         block: GuestRange,
@@ -111,10 +111,10 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Makes `states`, mincore's answer for a block with pages of the file that the memory was
-    /// restored from, or with stable pages, say which pages are there for this memory alone. Of
-    /// pages that the guest has not written to, mincore reports whether they are in the page
-    /// cache, and there is nothing to give back. False if the kernel does not report it.
+    /// Restricts `states`, mincore's result for a block with pages of the file that the memory was
+    /// restored from, or with stable pages, to pages that belong to this memory alone. For pages
+    /// that the guest has not written to, mincore reports whether they are in the page cache, and
+    /// there is nothing to discard. Returns false if the kernel does not report the private pages.
     fn only_private(&self, address: usize, states: &mut [u8]) -> bool {
         let private =
             self.pagemap.as_ref().and_then(|pagemap| pagemap.read(address, states.len()).ok());
@@ -126,7 +126,7 @@ impl GuestRam {
     }
 
     fn is_zero(&self, pfn: Pfn) -> bool {
-        // Most pages in use show it in their first bytes.
+        // Most pages in use differ from zero in their first bytes.
         const HEAD: usize = 64;
         let address = GuestAddress(pfn.address());
         let mut head = [0u8; HEAD];
@@ -138,7 +138,7 @@ impl GuestRam {
     }
 }
 
-/// Makes the host take a transparent huge page apart. Discarding some of its pages alone would only
+/// Makes the host split a transparent huge page. Discarding some of its pages alone would only
 /// unmap them: the memory would stay in use until the host is short of it. Advice for a part of a
 /// huge page splits it (Linux mm/madvise.c, `madvise_cold_or_pageout_pte_range`).
 fn split_huge_page(page_address: usize) {
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_pages_go_and_others_stay() {
+    fn zero_pages_are_discarded_and_others_stay() {
         for backing in [Backing::Anonymous, Backing::Memfd] {
             let ram = ram(backing);
             // Block 0: written and cleared again. Block 1: one byte in the last page. Block 2:

@@ -1,8 +1,8 @@
-//! Which pages of guest memory are mapped from a file, and from where.
+//! Extents of guest memory that are mapped from a file.
 //!
-//! Nothing may be discarded with `MADV_DONTNEED` where a file is mapped: the file's content would
-//! show. [`FileExtents::judge`] decides what a discard may do with a range, also in view of the
-//! VMAs that it takes ([`VmaBudget`]).
+//! `MADV_DONTNEED` must not be used where a file is mapped: the file's content would become
+//! visible. [`FileExtents::judge`] decides how a range may be discarded, also with regard to the
+//! VMAs that this takes ([`VmaBudget`]).
 
 use std::collections::BTreeMap;
 
@@ -16,17 +16,17 @@ use super::merged_pages::MergedPages;
 #[cfg(feature = "merge")]
 use crate::merge::StableSlot;
 
-/// Share of the VMA budget, in sixteenths, that discards may use up. What is left is for whole huge
-/// pages, so that single pages do not keep large amounts from going back.
+/// Share of the VMA budget, in sixteenths, that discards may use up. The rest is for whole huge
+/// pages, so that single pages do not prevent large discards.
 pub(super) const FOR_DISCARDS: u64 = 14;
 
 /// Share of the VMA budget, in sixteenths, that discards of a huge page or more may use up.
 pub(super) const FOR_HUGE_DISCARDS: u64 = 16;
 
-/// What is mapped in the place of guest pages.
+/// File mapped in place of guest pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
-    /// The file that the memory was restored from, at the pages' own place.
+    /// The file that the memory was restored from, at the pages' RAM offsets.
     Snapshot,
     /// Stable pages, the first of them in this slot.
     #[cfg(feature = "merge")]
@@ -34,7 +34,7 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    /// What is mapped `pages` pages further on.
+    /// The source `pages` pages further on.
     #[cfg_attr(not(feature = "merge"), expect(unused_variables))]
     pub(super) fn offset(self, pages: u64) -> Self {
         match self {
@@ -45,35 +45,35 @@ impl Source {
     }
 }
 
-/// What may be done with a range of pages that is to be discarded.
+/// How a range of pages may be discarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// It is ordinary memory.
+    /// As ordinary memory.
     Ordinary,
-    /// It must be replaced by fresh anonymous memory as a whole, or replacing it reduces the number
-    /// of VMAs.
+    /// By replacing it with fresh anonymous memory as a whole; this is necessary, or reduces the
+    /// number of VMAs.
     Replace,
-    /// The VMA budget is used up: what is mapped from a file must stay, the rest is ordinary
+    /// The VMA budget is exhausted: pages mapped from a file must stay, the rest is ordinary
     /// memory.
     Keep,
 }
 
-/// Neighbouring pages that are mapped from neighbouring places of a file.
+/// Neighbouring pages that are mapped from neighbouring offsets of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct FileExtent {
     /// Page behind the last one.
     pub(super) end: u64,
-    /// Where the first page is from.
+    /// Source of the first page.
     pub(super) source: Source,
 }
 
 /// The pages of a memory that are mapped from files.
 #[derive(Debug)]
 pub(crate) struct FileExtents {
-    /// By first page. They do not overlap and do not cross regions.
+    /// By first page. They do not overlap or cross regions.
     pub(super) extents: BTreeMap<u64, FileExtent>,
     snapshot_pages: u64,
-    /// Where VMAs begin; the number of them that may be added.
+    /// Starts of VMAs, and the budget of further ones.
     pub(crate) vmas: VmaBudget,
     #[cfg(feature = "merge")]
     pub(super) merged: MergedPages,
@@ -81,7 +81,7 @@ pub(crate) struct FileExtents {
 
 impl FileExtents {
     /// `snapshot` are the pages mapped from the file that the memory was restored from; they must
-    /// not overlap and not cross regions.
+    /// not overlap or cross regions.
     pub(super) fn new(snapshot: &[GuestRange], vmas: VmaBudget) -> Self {
         let mut extents = Self {
             extents: BTreeMap::new(),
@@ -119,24 +119,23 @@ impl FileExtents {
         })
     }
 
-    /// The extent that a page lies in, with its first page.
+    /// The extent of a page, with its first page.
     pub(super) fn extent_at(&self, page: u64) -> Option<(u64, FileExtent)> {
         let (&start, &extent) = self.extents.range(..=page).next_back()?;
         (page < extent.end).then_some((start, extent))
     }
 
-    /// Whether discards need not care.
+    /// Whether no page needs special treatment by discards.
     pub(super) fn is_all_ordinary(&self) -> bool {
         self.extents.is_empty() && self.vmas.is_empty()
     }
 
-    /// What may be done with `range`, which lies within a region and is to be discarded.
+    /// Decides how to discard `range`, which lies within a region.
     pub(super) fn judge(&self, range: GuestRange) -> Verdict {
         let added = self.vmas.added_by(range);
         let is_huge = range.pages >= HUGE_PAGE_SIZE_PAGES;
         if self.mapped(range).next().is_none() {
-            // Large ranges are put together again, so that VMAs do not remain after what they were
-            // for.
+            // Large ranges are coalesced again, so that unnecessary VMAs do not remain.
             return if is_huge && added < 0 { Verdict::Replace } else { Verdict::Ordinary };
         }
         let added = added - i64::from(self.joined_edge(range).is_some());
@@ -144,7 +143,7 @@ impl FileExtents {
         if self.vmas.fits(added, share) { Verdict::Replace } else { Verdict::Keep }
     }
 
-    /// Notes that a discard has replaced `range`, which lies within a region, by one mapping of
+    /// Records that a discard has replaced `range`, which lies within a region, by one mapping of
     /// fresh anonymous memory.
     pub(super) fn note_discarded(&mut self, range: GuestRange) {
         if range.is_empty() {
@@ -161,7 +160,7 @@ impl FileExtents {
         self.vmas.report();
     }
 
-    /// Takes `range` out of the extents.
+    /// Removes `range` from the extents.
     pub(super) fn cut_out(&mut self, range: GuestRange) {
         let parts: Vec<GuestRange> = self.mapped(range).map(|(part, _)| part).collect();
         for part in parts {
@@ -181,7 +180,7 @@ impl FileExtents {
     }
 
     /// The edge of `range` at which the kernel joins a mapping of fresh anonymous memory with its
-    /// neighbour. It has no page yet, so it is joined with one that is like it, but not for sure
+    /// neighbour. It has no page yet, so it is joined with a similar neighbour, but not certainly
     /// with both.
     fn joined_edge(&self, range: GuestRange) -> Option<u64> {
         let is_joined = |page| self.vmas.is_same_region(page, range) && self.is_like_fresh(page);
@@ -192,7 +191,7 @@ impl FileExtents {
         }
     }
 
-    /// Whether a page lies in a mapping like one of fresh anonymous memory.
+    /// Whether a page lies in a mapping like that of fresh anonymous memory.
     #[cfg(not(feature = "merge"))]
     fn is_like_fresh(&self, page: u64) -> bool {
         self.extent_at(page).is_none()

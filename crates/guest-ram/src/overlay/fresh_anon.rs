@@ -1,4 +1,4 @@
-//! Fresh anonymous memory that takes the place of other memory.
+//! Fresh anonymous memory that replaces other memory.
 //!
 //! A *template* is a mapping that is never touched and has the policies of a region. `mremap` with
 //! `MREMAP_DONTUNMAP` (Linux 5.7) puts a piece of it in place in one step, so no page is ever
@@ -11,7 +11,7 @@ use crate::discard::Piece;
 use crate::mapping::Mapping;
 use crate::{Backing, GuestRange, HugePages, RamError, RegionSpec};
 
-/// Size of a template, in bytes: what one system call can replace.
+/// Size of a template in bytes: the maximum that one system call can replace.
 const TEMPLATE_BYTES: u64 = 1 << 30;
 
 /// A template for each region.
@@ -37,9 +37,8 @@ impl FreshAnon {
         &self.0
     }
 
-    /// Replaces `piece` by fresh memory, as much at a time as there is of the template. Calls
-    /// `done` after each part, since an error in a later one must not leave the earlier ones
-    /// unrecorded.
+    /// Replaces `piece` by fresh memory, in parts of at most a template's size. Calls `done` after
+    /// each part, since an error in a later one must not leave the earlier ones unrecorded.
     ///
     /// # Errors
     /// [`RamError::Discard`] if the kernel refuses.
@@ -61,7 +60,7 @@ impl FreshAnon {
             );
             let address = piece.address + (first * PAGE_SIZE_BYTES) as usize;
             // SAFETY: the part is guest memory on whose content nothing relies, as the caller
-            // vouches, and the template is a mapping of its own.
+            // guarantees, and the template is a separate mapping.
             unsafe { template.copy_over(address, part.size_bytes() as usize) }.map_err(
                 |source| RamError::Discard {
                     range: part,

@@ -1,4 +1,4 @@
-//! What a merge, a write to a merged page and a discard change in the extents of a memory.
+//! Changes of a memory's extents by merges, by writes to merged pages and by discards.
 
 use ebb_abi::Pfn;
 
@@ -7,24 +7,24 @@ use super::merged_pages::{BrokenCowStats, SlotRun};
 use crate::GuestRange;
 use crate::merge::StableSlot;
 
-/// Length in pages from which on a run of merged pages may use up all VMAs that are for merging.
-/// Each costs the kernel some 200 bytes and makes all changes of mappings slower.
+/// Length in pages from which a run of merged pages may use up all VMAs for merging. Each VMA costs
+/// the kernel some 200 bytes and makes all changes of mappings slower.
 const MIN_RUN_PAGES: u64 = 8;
 
 /// Shares of the VMA budget, in sixteenths: a quarter is for discards, and half of the rest for
-/// runs that free something worth a VMA. Merging something new comes before reanonymizing: it is
-/// known to free a page.
+/// runs that save enough memory to justify a VMA. Merging new pages takes precedence over
+/// reanonymizing, because it certainly frees a page.
 const FOR_RUNS: u64 = 12;
 const FOR_SHORT_RUNS: u64 = 6;
 const FOR_REANONYMIZED: u64 = 3;
 
 impl FileExtents {
-    /// Number of pages that hold a share of a stable page, as far as is known.
+    /// Number of pages that hold a share of a stable page, as far as known.
     pub(crate) fn merged_pages(&self) -> u64 {
         self.merged.share_pages
     }
 
-    /// The slot that a page holds a share of. It may have been written to since, unnoticed.
+    /// The slot of which a page holds a share. The page may have been written to since, unnoticed.
     pub(crate) fn share_of(&self, page: Pfn) -> Option<StableSlot> {
         self.shares(GuestRange::new(page, 1)).next().map(|(_, slot)| slot)
     }
@@ -46,7 +46,7 @@ impl FileExtents {
         self.stable_mapped(GuestRange::new(page, 1)).next().is_some()
     }
 
-    /// The parts of `range` that a stable file is mapped for, in ascending order, each with the
+    /// The parts of `range` for which a stable file is mapped, in ascending order, each with the
     /// slot of its first page.
     pub(crate) fn stable_mapped(
         &self,
@@ -58,14 +58,14 @@ impl FileExtents {
         })
     }
 
-    /// Whether so many runs, however short, may be mapped anywhere without asking
+    /// Whether this many runs of any length may be mapped anywhere without calling
     /// [`may_map`](Self::may_map) for each.
     pub(crate) fn may_map_all(&self, runs: usize) -> bool {
         self.vmas.fits(2 * runs as i64, FOR_SHORT_RUNS)
     }
 
     /// Whether the stable pages from `first` on may be mapped over `range`, which lies within a
-    /// region, in one go.
+    /// region, at once.
     pub(crate) fn may_map(&self, range: GuestRange, first: StableSlot) -> bool {
         let joins = self.left_neighbour(range, first).is_some();
         let added = self.vmas.added_by(range) - i64::from(joins);
@@ -78,14 +78,14 @@ impl FileExtents {
         self.vmas.fits(self.vmas.added_by(range), FOR_REANONYMIZED)
     }
 
-    /// What became of merged pages that were written to.
+    /// Statistics of merged pages that were written to.
     pub(crate) fn returns(&self) -> BrokenCowStats {
         self.merged.returns
     }
 
-    /// Notes that stable pages from `first` on were mapped over `range`, which lies within a
-    /// region, as one mapping, and that its pages hold shares of them. Shares that they held before
-    /// are released.
+    /// Records that stable pages from `first` on were mapped over `range`, which lies within a
+    /// region, as one mapping, and that its pages hold shares of them. Their former shares are
+    /// released.
     pub(crate) fn note_merged(&mut self, range: GuestRange, first: StableSlot) {
         if range.is_empty() {
             return;
@@ -111,7 +111,7 @@ impl FileExtents {
         if let Some(right) = right {
             self.extents.remove(&range.end().0);
             extent.end = right.end;
-            // With both neighbours only if they are from the same origin.
+            // With both neighbours only if they have the same origin.
             if left.is_none() {
                 self.vmas.join_at(range.end().0);
             } else {
@@ -122,8 +122,8 @@ impl FileExtents {
         self.vmas.report();
     }
 
-    /// Notes that a page was found to have been written to: it has a page of its own now. Returns
-    /// the slot whose share it has given up, once. The stable file stays mapped behind it.
+    /// Records that a page was found to have been written to: it has a private copy now. Returns
+    /// the slot whose share it has released, once. The stable file stays mapped behind it.
     pub(crate) fn note_broken(&mut self, page: Pfn) -> Option<StableSlot> {
         let slot = self.share_of(page)?;
         self.merged.shares.remove(GuestRange::new(page, 1));
@@ -131,8 +131,8 @@ impl FileExtents {
         Some(slot)
     }
 
-    /// Notes that all pages of `range` that held shares were given pages of their own where they
-    /// are, in front of the stable file.
+    /// Records that all pages of `range` that held shares were given private pages in place, in
+    /// front of the stable file.
     pub(crate) fn note_unmerged(&mut self, range: GuestRange, released: &mut Vec<StableSlot>) {
         let earlier = std::mem::take(&mut self.merged.released);
         self.release(range);
@@ -140,7 +140,7 @@ impl FileExtents {
         self.merged.released = earlier;
     }
 
-    /// Notes that `range`, which lies within a region, was replaced by one mapping of anonymous
+    /// Records that `range`, which lies within a region, was replaced by one mapping of anonymous
     /// memory with the same content, which came from elsewhere and is not tracked yet.
     pub(crate) fn note_moved_here(&mut self, range: GuestRange, released: &mut Vec<StableSlot>) {
         if range.is_empty() {
@@ -155,9 +155,9 @@ impl FileExtents {
         self.vmas.report();
     }
 
-    /// Notes that `range`, which lies within a region, was replaced by one mapping of anonymous
-    /// memory with the same content: what was merged there once is ordinary memory again. Shares
-    /// that it held are released.
+    /// Records that `range`, which lies within a region, was replaced by one mapping of anonymous
+    /// memory with the same content: formerly merged pages are ordinary memory again. Their shares
+    /// are released.
     pub(crate) fn note_reanonymized(&mut self, range: GuestRange) {
         self.release(range);
         let stable: Vec<GuestRange> = self.stable_mapped(range).map(|(part, _)| part).collect();
@@ -168,7 +168,7 @@ impl FileExtents {
         self.note_moved_here(range, &mut Vec::new());
     }
 
-    /// Notes that `range`, which lies within a region and is not mapped from a file, was replaced
+    /// Records that `range`, which lies within a region and is not mapped from a file, was replaced
     /// by one mapping with the same pages.
     pub(crate) fn note_coalesced(&mut self, range: GuestRange) {
         let before = self.vmas.own();
@@ -176,12 +176,12 @@ impl FileExtents {
         self.merged.returns.joined_mappings += before.saturating_sub(self.vmas.own());
     }
 
-    /// Notes that `range` is discarded by ordinary means.
+    /// Records that `range` is discarded by ordinary means.
     pub(super) fn note_emptied(&mut self, range: GuestRange) {
         self.merged.reanonymized.remove(range);
     }
 
-    /// Notes that `range` is about to be fresh anonymous memory, as far as merging is concerned.
+    /// Records that `range` is about to become fresh anonymous memory, with regard to merging.
     pub(super) fn forget_merged(&mut self, range: GuestRange) {
         self.release(range);
         self.vmas.doubt(2);
@@ -190,12 +190,12 @@ impl FileExtents {
         self.merged.untracked.insert(range);
     }
 
-    /// Whether a page lies in a mapping like one of fresh anonymous memory.
+    /// Whether a page lies in a mapping like that of fresh anonymous memory.
     pub(super) fn is_like_fresh(&self, page: u64) -> bool {
         self.merged.untracked.contains(Pfn(page)) && !self.merged.moved.contains(Pfn(page))
     }
 
-    /// Runs of untracked pages that `range` touches; they may reach beyond it.
+    /// Runs of untracked pages that overlap `range`; they may extend beyond it.
     pub(crate) fn untracked(&self, range: GuestRange) -> Vec<GuestRange> {
         let mut found: Vec<GuestRange> = Vec::new();
         for part in self.merged.untracked.ranges_in(range) {
@@ -210,9 +210,9 @@ impl FileExtents {
         found
     }
 
-    /// Notes that `range` is tracked now.
+    /// Records that `range` is tracked now.
     pub(crate) fn note_tracked(&mut self, range: GuestRange) {
-        // Where only a part of an untracked mapping is tracked now, it was cut.
+        // Where only a part of an untracked mapping is tracked now, the mapping was split.
         for edge in [range.start.0, range.end().0] {
             let is_untracked = |page: &u64| self.merged.untracked.contains(Pfn(*page));
             if edge > 0 && [edge - 1, edge].iter().all(is_untracked) {
@@ -223,7 +223,7 @@ impl FileExtents {
         self.vmas.report();
     }
 
-    /// Appends the slots whose shares discards gave up, once for each share.
+    /// Appends the slots whose shares discards released, once for each share.
     pub(crate) fn take_released(&mut self, released: &mut Vec<StableSlot>) {
         for run in std::mem::take(&mut self.merged.released) {
             released.extend((0..run.pages).map(|page| run.first.offset(page)));
@@ -244,7 +244,7 @@ impl FileExtents {
         (follows && self.vmas.is_inside_a_region(range.end().0)).then_some(extent)
     }
 
-    /// Puts all shares of `range` on the list of released ones.
+    /// Adds all shares of `range` to the released ones.
     fn release(&mut self, range: GuestRange) {
         let shares: Vec<_> = self.shares(range).collect();
         for (share, first) in shares {

@@ -1,5 +1,5 @@
-//! Merged memory as the kernel has it. Pages are merged here by a plain mapping, while they are not
-//! written to.
+//! Merged memory as mapped by the kernel. Pages are merged here by a plain mapping, while they are
+//! not written to.
 
 use std::os::unix::fs::FileExt;
 
@@ -52,7 +52,8 @@ impl Segment {
         Self { file, next: 0 }
     }
 
-    /// Merges pages with new stable pages of the same content. Nobody may write to them meanwhile.
+    /// Merges pages with new stable pages of the same content. They must not be written to
+    /// concurrently.
     fn merge(&mut self, ram: &GuestRam, range: GuestRange) -> StableSlot {
         let mut content = vec![0; range.size_bytes() as usize];
         ram.read_pages(range, &mut content).unwrap();
@@ -63,7 +64,7 @@ impl Segment {
         first
     }
 
-    /// Maps stable pages in the place of others.
+    /// Maps stable pages in place of others.
     fn map(&self, ram: &GuestRam, range: GuestRange, first: StableSlot) {
         let mut extents = ram.overlay_for_merging().unwrap().lock();
         let region =
@@ -80,7 +81,7 @@ impl Segment {
     }
 }
 
-/// What a page holds.
+/// The content of a page.
 fn value(page: u64) -> u8 {
     (page % 250) as u8 + 1
 }
@@ -136,7 +137,7 @@ fn counted(ram: &GuestRam) -> u64 {
     ram.lock_overlay().unwrap().vmas.count()
 }
 
-/// Reads the real VMAs.
+/// Reads the actual VMAs.
 fn recount(ram: &GuestRam) {
     let maps = Mutex::new(File::open("/proc/self/maps").unwrap());
     let starts = vma_starts(&maps, ram.regions()).unwrap();
@@ -156,7 +157,7 @@ fn a_discarded_page_never_shows_the_stable_page() {
         // Written to since: a copy in front of the stable page.
         fill(&ram, range(20, 2));
         assert_eq!(ram.merged_bytes(), 50 * PAGE);
-        // Unmerged ones, merged ones, copies; a range of merged ones; one of others.
+        // Unmerged pages, merged ones, copies; a range of merged ones; one of others.
         let ranges = [range(5, 20), range(40, 4), range(80, 2)];
         let outcome = ram.discard(&ranges).unwrap();
         assert_eq!((outcome.bytes, outcome.ranges, outcome.deferred_bytes), (26 * PAGE, 3, 0));
@@ -175,7 +176,7 @@ fn a_discarded_page_never_shows_the_stable_page() {
             for range in ranges {
                 fill(&ram, range);
             }
-            // The second time there is nothing special about most of it.
+            // The second time most of it is ordinary memory.
             assert_eq!(ram.discard_ballooned(&ranges).unwrap().bytes, 26 * PAGE);
         }
         assert_eq!(released(&ram), []);
@@ -183,7 +184,7 @@ fn a_discarded_page_never_shows_the_stable_page() {
 }
 
 #[test]
-fn a_copy_whose_share_is_gone_is_not_discarded_by_dontneed() {
+fn a_copy_without_a_share_is_not_discarded_by_dontneed() {
     let ram = ram(HugePages::Off);
     let mut segment = Segment::new();
     fill(&ram, range(0, 20));
@@ -221,7 +222,7 @@ fn after_a_reboot_nothing_is_merged() {
 }
 
 #[test]
-fn what_replaces_merged_pages_is_like_all_other_memory() {
+fn memory_that_replaces_merged_pages_is_like_all_other_memory() {
     let specs = specs().map(|spec| RegionSpec { host_node: Some(0), ..spec });
     for huge_pages in [HugePages::On, HugePages::Off] {
         let ram = GuestRam::new(&specs, Backing::Anonymous, huge_pages, Populate::Lazy).unwrap();
@@ -243,14 +244,14 @@ fn what_replaces_merged_pages_is_like_all_other_memory() {
 }
 
 #[test]
-fn merged_pages_count_apart() {
+fn merged_pages_are_counted_separately() {
     let ram = ram(HugePages::Off);
     let mut segment = Segment::new();
     fill(&ram, range(0, 100));
     segment.merge(&ram, range(0, 60));
     let residency = ram.residency().unwrap();
     assert_eq!((residency.private_bytes, residency.file_bytes), (40 * PAGE, 0));
-    // Only what somebody has looked at is mapped.
+    // Only accessed pages are mapped.
     (0..60).for_each(|page| assert_eq!(read(&ram, page), value(page)));
     fill(&ram, range(10, 5));
     let residency = ram.residency().unwrap();
@@ -262,7 +263,7 @@ fn merged_pages_count_apart() {
 }
 
 #[test]
-fn merged_pages_are_held_and_read_as_what_they_are() {
+fn merged_pages_are_populated_and_readable() {
     let ram = ram(HugePages::Off);
     let mut segment = Segment::new();
     fill(&ram, range(10, 10));
@@ -304,7 +305,7 @@ fn bytes(file: &File) -> Vec<u8> {
 }
 
 #[test]
-fn saved_merged_memory_is_the_same_as_if_it_was_not_merged() {
+fn saved_merged_memory_equals_unmerged_memory() {
     let ram = ram(HugePages::On);
     let mut segment = Segment::new();
     fill(&ram, range(0, 600));
@@ -330,7 +331,7 @@ fn saved_merged_memory_is_the_same_as_if_it_was_not_merged() {
     segment.merge(&restored, range(95, 10));
     let again = save(&restored);
     assert_eq!(again.1.data_bytes(), (700 + 50 - 10) * PAGE);
-    // What the file still has, what is merged and what was discarded, in one piece.
+    // Pages of the file, merged ones and discarded ones, in one piece.
     assert_eq!(restored.discard(&[range(80, 40)]).unwrap().bytes, 40 * PAGE);
     assert_eq!((released(&restored).len(), restored.merged_bytes()), (10, 50 * PAGE));
     for page in 0..600 {
@@ -343,7 +344,7 @@ fn saved_merged_memory_is_the_same_as_if_it_was_not_merged() {
 }
 
 #[test]
-fn a_trim_takes_copies_that_are_zero_and_leaves_stable_pages() {
+fn a_trim_discards_zero_copies_and_keeps_stable_pages() {
     let ram = ram(HugePages::Off);
     let mut segment = Segment::new();
     let zero = |first: u64, pages: u64| {
@@ -352,7 +353,7 @@ fn a_trim_takes_copies_that_are_zero_and_leaves_stable_pages() {
             .unwrap();
     };
     fill(&ram, range(0, 512));
-    // A stable page of zeros, to be left where it is.
+    // A stable page of zeros, which must stay.
     zero(400, 100);
     segment.merge(&ram, range(0, 512));
     (0..512).for_each(|page| {
@@ -384,7 +385,7 @@ fn every_other_page_does_not_exhaust_the_mappings() {
     assert_eq!(outcome.bytes + outcome.deferred_bytes, REGION / 2 * PAGE);
     assert!(outcome.bytes > 60 * PAGE && outcome.deferred_bytes > 800 * PAGE, "{outcome:?}");
     assert!(mappings(&ram).len() <= 140);
-    // What was not given back is as it was, the rest is zero.
+    // Deferred pages are unchanged, the rest is zero.
     let mut zeros = 0;
     for page in 0..REGION {
         match read(&ram, page) {
@@ -393,27 +394,27 @@ fn every_other_page_does_not_exhaust_the_mappings() {
         }
     }
     assert_eq!(zeros * PAGE, outcome.bytes);
-    // A piece of both kinds: what is ordinary goes, what is merged stays.
+    // A piece of both kinds: ordinary pages are discarded, merged ones stay.
     fill(&ram, range(SECOND, 100));
     assert_eq!(ram.discard(&[range(SECOND, 100)]).unwrap().bytes, 100 * PAGE);
-    // Whole huge pages still go, and everything together goes completely.
+    // Whole huge pages are still discarded, and so is the whole memory at once.
     assert_eq!(ram.discard(&[range(1023, 513)]).unwrap().deferred_bytes, 0);
     assert_eq!(ram.discard(&all()).unwrap().bytes, 2 * REGION * PAGE);
     assert_eq!((ram.merged_bytes(), mappings(&ram).len()), (0, 2));
 }
 
 #[test]
-fn without_mappings_what_is_ordinary_goes_and_what_is_merged_stays() {
+fn without_mappings_ordinary_pages_are_discarded_and_merged_ones_stay() {
     let ram = ram(HugePages::Off);
     let mut segment = Segment::new();
     fill(&ram, range(0, 300));
     segment.merge(&ram, range(100, 100));
     let mut extents = ram.lock_overlay().unwrap();
     extents.vmas.set_own_bound(1);
-    // What is tracked for writes is not joined with what a discard puts there.
+    // Memory that is tracked for writes is not joined with memory from a discard.
     extents.note_tracked(range(0, 100));
     drop(extents);
-    // One border goes, and two would come.
+    // One boundary is removed, and two would be added.
     let outcome = ram.discard(&[range(50, 100)]).unwrap();
     assert_eq!((outcome.bytes, outcome.deferred_bytes), (50 * PAGE, 50 * PAGE));
     for page in 0..300 {
@@ -427,7 +428,7 @@ fn the_real_number_of_mappings_stays_within_the_count() {
     let ram = ram(HugePages::Off);
     let mut segment = Segment::new();
     fill(&ram, range(0, REGION));
-    // A fixed sequence of places without order.
+    // A fixed sequence of unordered places.
     let mut place = 1_u64;
     for step in 0..400 {
         place = place * 48_271 % 0x7fff_ffff;
@@ -435,7 +436,7 @@ fn the_real_number_of_mappings_stays_within_the_count() {
         let part = range(start, (place % 37 + 1).min(REGION - start));
         match place / 37 % 4 {
             0 => drop(ram.discard(&[part]).unwrap()),
-            // Slots as the pages before have them, now and then.
+            // Occasionally, slots that follow those of the preceding pages.
             1 if start > 0 && ram.lock_overlay().unwrap().is_stable_mapped(Pfn(start - 1)) => {
                 let before = ram
                     .lock_overlay()
@@ -491,7 +492,7 @@ fn a_copy_takes_the_place_of_merged_pages() {
         unsafe { content.write_bytes(99, 4 * PAGE as usize) };
         Ok(())
     };
-    // SAFETY: the piece is this memory's, and the test does without its content.
+    // SAFETY: the piece belongs to this memory, and the test does not rely on its content.
     unsafe { scratch.put_copy(&piece, write) }.unwrap();
     extents.note_moved_here(range(12, 4), &mut released);
     assert_eq!(released, [2, 3, 4, 5].map(|index| first.offset(index)));
@@ -504,7 +505,7 @@ fn a_copy_takes_the_place_of_merged_pages() {
     drop(extents);
     assert_eq!((read(&ram, 11), read(&ram, 12), read(&ram, 15), read(&ram, 16)), (12, 99, 99, 17));
     assert_eq!(read(&ram, 18), value(18));
-    // From now on it is like all other memory.
+    // From now on it is ordinary memory.
     ram.discard(&[range(12, 2)]).unwrap();
     assert_eq!((read(&ram, 13), read(&ram, 14)), (0, 99));
     assert_eq!(mappings(&ram).len() as u64, 6);
@@ -530,7 +531,7 @@ fn threads_discard_while_others_write() {
                 }
             });
         }
-        // One that writes to odd blocks, as a vCPU would.
+        // One that writes to odd blocks, like a vCPU.
         scope.spawn(|| {
             for round in 0..4_u8 {
                 for page in (0..REGION).filter(|page| page / 16 % 2 == 1) {

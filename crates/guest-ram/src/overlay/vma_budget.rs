@@ -1,15 +1,15 @@
-//! How many VMAs guest memory takes, and how many it may take.
+//! Number of VMAs of guest memory, and its limit.
 //!
 //! A process has a limited number of VMAs (`vm.max_map_count`). A page that is discarded or merged
-//! in the middle of a VMA makes three out of one, so a guest that gives away every other page could
-//! use them up, and mappings for anything else would fail. Guest memory therefore takes at most
-//! half of them. This is one budget for the process: the memories of several machines in one
-//! process share it.
+//! in the middle of a VMA splits it into three, so a guest that returns every other page could use
+//! them up, and mappings for anything else would fail. Guest memory therefore takes at most half of
+//! them. This is one budget for the process: the memories of several machines in one process share
+//! it.
 //!
-//! What is counted are the places where a VMA may begin. The kernel joins two neighbours for sure
-//! only if one of them has no private page yet (Linux mm/vma.c, `is_mergeable_anon_vma`), as a
-//! mapping that was made just now. A start that may have gone otherwise is kept, so the count is an
-//! upper bound of the real one.
+//! The places where a VMA may begin are counted. The kernel certainly joins two neighbours only if
+//! one of them has no private page yet (Linux mm/vma.c, `is_mergeable_anon_vma`), like a mapping
+//! that was just made. A start that may have disappeared otherwise is kept, so the count is an
+//! upper bound of the actual one.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,38 +22,38 @@ use crate::GuestRange;
 /// Linux's default of `vm.max_map_count`.
 const DEFAULT_MAX_MAP_COUNT: u64 = 65530;
 
-/// Starts of VMAs that all memories of this process have.
+/// Number of VMA starts of all memories of this process.
 static STARTS_OF_PROCESS: LazyLock<Arc<AtomicU64>> = LazyLock::new(Arc::default);
 
-/// VMAs that guest memory may take: half of what the process may have.
+/// Maximum number of VMAs of guest memory: half of the process's.
 pub(crate) fn max_vmas() -> u64 {
     let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap_or_default();
     text.trim().parse().unwrap_or(DEFAULT_MAX_MAP_COUNT) / 2
 }
 
-/// Where the VMAs of a memory begin, and the bound of their number.
+/// The VMA starts of a memory, and the bound of their number.
 #[derive(Debug)]
 pub(crate) struct VmaBudget {
     regions: Vec<GuestRange>,
     /// First pages of VMAs, apart from the regions' first pages.
     starts: BTreeSet<u64>,
-    /// Starts that may have gone since they were counted.
+    /// Starts that may have disappeared since they were counted.
     #[cfg(feature = "merge")]
     doubtful: u64,
     max_vmas: u64,
-    /// Starts of all memories that share the bound, and how many of them are this memory's.
+    /// Starts of all memories that share the bound, and the number of this memory's among them.
     of_process: Arc<AtomicU64>,
     reported: u64,
 }
 
 impl VmaBudget {
-    /// One VMA a region, within the budget of the process. `regions` must be in ascending order and
-    /// must not overlap.
+    /// Begins with one VMA per region, within the budget of the process. `regions` must be in
+    /// ascending order and must not overlap.
     pub(super) fn new(regions: Vec<GuestRange>) -> Self {
         Self::with_bound(regions, max_vmas(), Arc::clone(&STARTS_OF_PROCESS))
     }
 
-    /// As [`new`](Self::new), with a bound that `of_process` is counted against.
+    /// As [`new`](Self::new), with a bound against which `of_process` is counted.
     pub(super) fn with_bound(
         regions: Vec<GuestRange>,
         max_vmas: u64,
@@ -80,21 +80,21 @@ impl VmaBudget {
         self.report();
     }
 
-    /// Number of VMAs that this memory takes at most.
+    /// Maximum number of VMAs that this memory takes.
     pub(crate) fn count(&self) -> u64 {
         (self.regions.len() + self.starts.len()) as u64
     }
 
-    /// Whether `added` more VMAs are within `sixteenths` of the bound. Fewer always are.
+    /// Whether `added` more VMAs are within `sixteenths` of the bound. Fewer VMAs always are.
     pub(super) fn fits(&self, added: i64, sixteenths: u64) -> bool {
-        // Relaxed: only numbers are compared. What others are about to take is not in it, which the
-        // other half of the process's VMAs makes up for.
+        // Relaxed: only numbers are compared. VMAs that other threads are about to add are not
+        // included; the other half of the process's VMAs compensates for that.
         let others = self.of_process.load(Ordering::Relaxed).saturating_sub(self.reported);
         added <= 0 || self.count() + others + added as u64 <= self.max_vmas * sixteenths / 16
     }
 
-    /// How many more starts there are at most after `range`, which lies within a region, was
-    /// replaced by one mapping.
+    /// Maximum number of additional starts after `range`, which lies within a region, is replaced
+    /// by one mapping.
     pub(super) fn added_by(&self, range: GuestRange) -> i64 {
         let edges = [range.start.0, range.end().0];
         let new = edges
@@ -103,7 +103,7 @@ impl VmaBudget {
         new.count() as i64 - self.starts_inside(range).count() as i64
     }
 
-    /// Notes that one mapping was made over `range`, which lies within a region.
+    /// Records that one mapping was made over `range`, which lies within a region.
     pub(super) fn cover(&mut self, range: GuestRange) {
         if range.pages > 1 {
             let inside: Vec<u64> = self.starts_inside(range).collect();
@@ -115,14 +115,14 @@ impl VmaBudget {
         self.cut_at(range.end().0);
     }
 
-    /// Notes that a VMA begins at `page`, unless a region does or it is outside of all regions.
+    /// Records that a VMA begins at `page`, unless a region does or it is outside of all regions.
     pub(super) fn cut_at(&mut self, page: u64) {
         if self.is_inside_a_region(page) {
             self.starts.insert(page);
         }
     }
 
-    /// Notes that the VMAs on either side of a page's start are one.
+    /// Records that the VMAs on either side of a page's start are one.
     pub(super) fn join_at(&mut self, page: u64) {
         self.starts.remove(&page);
     }
@@ -144,7 +144,7 @@ impl VmaBudget {
         self.regions.iter().any(|region| region.start.0 < page && page < region.end().0)
     }
 
-    /// Whether no VMA begins anywhere but at a region.
+    /// Whether VMAs begin only at regions.
     pub(super) fn is_empty(&self) -> bool {
         self.starts.is_empty()
     }
@@ -158,7 +158,7 @@ impl VmaBudget {
 
 #[cfg(feature = "merge")]
 impl VmaBudget {
-    /// Number of VMAs that this memory takes beyond one a region, at most.
+    /// Maximum number of VMAs of this memory beyond one per region.
     pub(crate) fn own(&self) -> u64 {
         self.starts.len() as u64
     }
@@ -173,8 +173,8 @@ impl VmaBudget {
         self.regions.iter().copied().find(|region| region.contains(page))
     }
 
-    /// The VMAs, as far as they are known, that lie within `range`, which is part of a region. One
-    /// of the kernel's may be several here.
+    /// The known VMAs within `range`, which is part of a region. One of the kernel's may be several
+    /// here.
     pub(crate) fn within(&self, range: GuestRange) -> Vec<GuestRange> {
         let is_edge = |page: &u64| self.starts.contains(page) || !self.is_inside_a_region(*page);
         let inside = self.starts_inside(range);
@@ -183,17 +183,17 @@ impl VmaBudget {
         edges.windows(2).map(|edges| GuestRange::new(Pfn(edges[0]), edges[1] - edges[0])).collect()
     }
 
-    /// Notes that so many starts may have gone.
+    /// Records that this many starts may have disappeared.
     pub(super) fn doubt(&mut self, starts: u64) {
         self.doubtful += starts;
     }
 
-    /// Whether so many starts may have gone that it is worth reading the real ones.
+    /// Whether enough starts may have disappeared to read the actual ones.
     pub(crate) fn is_recount_due(&self) -> bool {
         self.doubtful > 0 && self.doubtful >= self.max_vmas / 32
     }
 
-    /// Replaces the starts by the real ones. Those of regions are left out.
+    /// Replaces the starts by the actual ones. Those of regions are ignored.
     pub(crate) fn set_starts(&mut self, starts: impl IntoIterator<Item = Pfn>) {
         let inside = |page: &u64| self.is_inside_a_region(*page);
         self.starts = starts.into_iter().map(|page| page.0).filter(inside).collect();

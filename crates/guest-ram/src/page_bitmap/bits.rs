@@ -1,11 +1,11 @@
-//! Bits in words.
+//! Bits stored in words.
 
 /// A fixed number of bits. Bits behind the last one are always 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Bits(Vec<u64>);
 
-/// The words of some bits in a row: the first and the last word with the masks of the bits in them,
-/// which are to be taken together if it is the same word.
+/// The words of a range of bits: the first and the last word with masks of their bits, which must
+/// be combined if they are the same word.
 #[derive(Clone, Copy)]
 struct Span {
     first: usize,
@@ -15,7 +15,7 @@ struct Span {
 }
 
 impl Span {
-    /// Of the bits from `first` to before `end`; `None` if there are none.
+    /// The span of the bits from `first` to before `end`; `None` if it is empty.
     fn new(first: u64, end: u64) -> Option<Self> {
         (first < end).then(|| Self {
             first: (first / 64) as usize,
@@ -46,7 +46,7 @@ impl Bits {
         self.change(first, end, 0, |word, mask| *word &= !mask);
     }
 
-    /// Makes words all of whose bits are meant `whole`, and changes the bits of a mask in the
+    /// Sets words that lie entirely in the range to `whole`, and changes the masked bits of the
     /// others.
     fn change(&mut self, first: u64, end: u64, whole: u64, partly: impl Fn(&mut u64, u64)) {
         let Some(span) = Span::new(first, end) else { return };
@@ -59,7 +59,7 @@ impl Bits {
         partly(&mut self.0[span.last], span.last_mask);
     }
 
-    /// Makes those bits of a word 1 that are 1 in `word`. All of the word's bits must exist.
+    /// Sets the bits of a word that are 1 in `word`. All bits of the word must exist.
     pub(super) fn set_word(&mut self, index: u64, word: u64) {
         self.0[index as usize] |= word;
     }
@@ -73,7 +73,7 @@ impl Bits {
         words.iter().any(|word| *word != 0)
     }
 
-    /// How many of the bits from `first` to before `end` are 1.
+    /// Number of bits from `first` to before `end` that are 1.
     pub(super) fn count(&self, first: u64, end: u64) -> u64 {
         let Some(span) = Span::new(first, end) else { return 0 };
         let ones = |word: u64| u64::from(word.count_ones());
@@ -86,14 +86,14 @@ impl Bits {
         self.0.iter().all(|word| *word == 0)
     }
 
-    /// Start and end of the first run of bits that are 1 among those from `first` to before `end`.
+    /// Start and end of the first run of 1 bits from `first` to before `end`.
     pub(super) fn next_run(&self, first: u64, end: u64) -> Option<(u64, u64)> {
         let start = self.find(first, end, 0)?;
         Some((start, self.find(start, end, u64::MAX).unwrap_or(end)))
     }
 
-    /// The first bit from `first` to before `end` that is not as those of `other`, a word of bits
-    /// that are all the same.
+    /// The first bit from `first` to before `end` that differs from those of `other`, a word of
+    /// equal bits.
     fn find(&self, first: u64, end: u64, other: u64) -> Option<u64> {
         let span = Span::new(first, end)?;
         let bit = |index: usize, found: u64| index as u64 * 64 + u64::from(found.trailing_zeros());
@@ -108,7 +108,7 @@ impl Bits {
         (found < end).then_some(found)
     }
 
-    /// Makes those bits 1 that are 1 in `other`, which must have as many.
+    /// Sets the bits that are 1 in `other`, which must have as many bits.
     pub(super) fn add(&mut self, other: &Self) {
         for (own, others) in self.0.iter_mut().zip(&other.0) {
             *own |= others;

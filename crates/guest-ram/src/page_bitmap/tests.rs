@@ -8,7 +8,7 @@ fn range(start: u64, pages: u64) -> PageRange {
     PageRange::new(Pfn(start), pages)
 }
 
-/// Regions with a gap, with neighbours, of odd sizes, and one of no page.
+/// Regions with a gap, adjoining ones, of odd sizes, and an empty one.
 fn regions() -> Vec<PageRange> {
     vec![range(3, 70), range(100, 64), range(164, 1), range(165, 0), range(300, 201)]
 }
@@ -46,7 +46,8 @@ fn any_step() -> impl Strategy<Value = Step> {
     prop_oneof![
         4 => any_range().prop_map(Step::Insert),
         4 => any_range().prop_map(Step::Remove),
-        2 => (first, prop::collection::vec(word, 0..5)).prop_map(|(first, words)| Step::Words(first, words)),
+        2 => (first, prop::collection::vec(word, 0..5))
+            .prop_map(|(first, words)| Step::Words(first, words)),
         2 => ranges().prop_map(Step::Union),
         1 => Just(Step::Clear),
         1 => Just(Step::Fill),
@@ -61,7 +62,7 @@ fn other_set(layout: &[PageRange], ranges: &[PageRange]) -> PageBitmap {
     set
 }
 
-/// Does a step on the set and on its model.
+/// Applies a step to the set and to its model.
 fn take(step: &Step, layout: &[PageRange], set: &mut PageBitmap, model: &mut BTreeSet<u64>) {
     let all = all();
     match step {
@@ -106,7 +107,7 @@ proptest! {
         let mut set = PageBitmap::new(&regions());
         let mut model = BTreeSet::new();
         for (step, same_layout) in &steps {
-            // A set of other regions, which have all of the pages.
+            // A set of other regions, which contain all pages.
             let other_layout = [range(0, 120), range(120, 2000)];
             let layout = if *same_layout { regions() } else { other_layout.to_vec() };
             take(step, &layout, &mut set, &mut model);
@@ -117,7 +118,7 @@ proptest! {
         for page in 0..600 {
             prop_assert_eq!(set.contains(Pfn(page)), model.contains(&page), "page {}", page);
         }
-        // Ranges ascend, are not empty, do not cross regions, and are as long as they can be.
+        // Ranges ascend, are not empty, do not cross regions, and are as long as possible.
         let ranges: Vec<_> = set.ranges().collect();
         for found in &ranges {
             prop_assert!(!found.is_empty());
@@ -125,14 +126,16 @@ proptest! {
         }
         for pair in ranges.windows(2) {
             let new_region = regions().iter().any(|region| region.start == pair[1].start);
-            prop_assert!(pair[0].end() < pair[1].start || (pair[0].end() == pair[1].start && new_region));
+            let touches = pair[0].end() == pair[1].start;
+            prop_assert!(pair[0].end() < pair[1].start || (touches && new_region));
         }
-        // The same, of a part.
-        let inside: BTreeSet<u64> = model.iter().copied().filter(|page| window.contains(Pfn(*page))).collect();
+        // The same for a part.
+        let inside: BTreeSet<u64> =
+            model.iter().copied().filter(|page| window.contains(Pfn(*page))).collect();
         prop_assert_eq!(&pages(set.ranges_in(window)), &inside);
         prop_assert_eq!(set.count_in(window), inside.len() as u64);
         prop_assert_eq!(set.next_range(window), set.ranges_in(window).next());
-        // The same, as bits. No list can be as long as the longest windows.
+        // The same as bits. No list can be as long as the longest windows.
         let short = range(window.start.0, window.pages.min(400));
         for window in [short, range(300, 201), range(364, 70)] {
             let mut words = vec![u64::MAX; window.pages.div_ceil(64) as usize];
@@ -159,7 +162,7 @@ fn a_full_set_has_all_pages_and_no_other() {
 }
 
 #[test]
-fn sets_of_the_same_pages_are_equal_whatever_was_done_to_them() {
+fn sets_of_the_same_pages_are_equal_whatever_their_history() {
     let mut one = PageBitmap::full(&regions());
     one.remove(range(0, 120));
     let mut other = PageBitmap::new(&regions());

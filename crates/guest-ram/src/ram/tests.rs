@@ -39,7 +39,7 @@ fn fill(ram: &GuestRam, address: u64, size_bytes: u64) {
     }
 }
 
-/// Pages in a range that still hold what [`fill`] wrote.
+/// Number of pages in a range that still contain the mark of [`fill`].
 fn filled_pages(ram: &GuestRam, address: u64, size_bytes: u64) -> usize {
     let content = |page| ram.memory().read_obj::<u8>(GuestAddress(page)).unwrap();
     (address..address + size_bytes).step_by(4096).filter(|page| content(*page) == 0xa5).count()
@@ -86,7 +86,7 @@ fn vectored_and_single_discards_do_the_same() {
 }
 
 #[test]
-fn hugetlb_pages_go_as_a_whole_once_all_of_them_is_held() {
+fn hugetlb_pages_are_discarded_once_they_are_ballooned_as_a_whole() {
     let Some(ram) = ram(Backing::Hugetlb2M) else { return };
     fill(&ram, 0, 4 * MIB);
     assert_eq!(ram.resident_bytes().unwrap(), 4 * MIB);
@@ -100,7 +100,7 @@ fn hugetlb_pages_go_as_a_whole_once_all_of_them_is_held() {
     assert_eq!(ram.resident_bytes().unwrap(), 2 * MIB);
     assert_eq!(filled_pages(&ram, 0, 4 * MIB), 512);
 
-    // A page that went back to the guest keeps its huge page.
+    // A page that was deflated keeps its huge page.
     ram.reclaim(&[pages(2 * MIB, 4096)]);
     assert_eq!(ram.discard_ballooned(&[pages(3 * MIB, MIB)]).unwrap().bytes, 0);
     assert_eq!(ram.discard_ballooned(&[pages(2 * MIB, 4096)]).unwrap().bytes, 2 * MIB);
@@ -120,7 +120,7 @@ fn ranges_outside_memory_are_refused_before_anything_happens() {
 }
 
 #[test]
-fn clipping_leaves_what_is_memory() {
+fn clipping_leaves_guest_memory() {
     let ram = ram(Backing::Anonymous).unwrap();
     let everything: Vec<_> = ram.clip(GuestRange::new(Pfn(0), u64::MAX)).collect();
     assert_eq!(everything, [pages(0, 8 * MIB), pages(4 * GIB, 8 * MIB)]);
@@ -162,14 +162,14 @@ fn preallocated_memory_is_resident() {
         let spec = RegionSpec { start: GuestAddress(0), size_bytes: 160 * MIB, host_node: None };
         let ram = GuestRam::new(&[spec], backing, HugePages::On, Populate::Prealloc).unwrap();
         assert_eq!(ram.resident_bytes().unwrap(), 160 * MIB);
-        // Back in the host's hands although it was allocated in advance.
+        // Returned to the host although it was allocated in advance.
         ram.discard(&[pages(0, 160 * MIB)]).unwrap();
         assert_eq!(ram.resident_bytes().unwrap(), 0);
     }
 }
 
 #[test]
-fn memory_comes_from_the_node_asked_for_or_not_at_all() {
+fn memory_comes_from_the_requested_node_or_not_at_all() {
     let spec = |node| RegionSpec { start: GuestAddress(0), size_bytes: MIB, host_node: Some(node) };
     let ram =
         GuestRam::new(&[spec(0)], Backing::Anonymous, HugePages::Off, Populate::Prealloc).unwrap();

@@ -14,7 +14,7 @@ fn specs(size_bytes: u64, host_node: Option<u32>) -> [RegionSpec; 2] {
     [0, 4 * GIB].map(|start| RegionSpec { start: GuestAddress(start), size_bytes, host_node })
 }
 
-/// What the page at `address` holds in its first byte.
+/// First byte of the page at `address`.
 fn value(address: u64) -> u8 {
     (address / PAGE % 250) as u8 + 1
 }
@@ -37,8 +37,7 @@ fn pages(address: u64, size_bytes: u64) -> GuestRange {
     GuestRange::inside_bytes(address, size_bytes).unwrap()
 }
 
-/// A file with the memory of two regions of `size_bytes`, in whose pages at `addresses` something
-/// is.
+/// A file with the memory of two regions of `size_bytes`, whose pages at `addresses` contain data.
 fn saved(size_bytes: u64, addresses: impl Iterator<Item = u64>) -> (File, RamImage) {
     let specs = specs(size_bytes, None);
     let ram = GuestRam::new(&specs, Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
@@ -54,7 +53,7 @@ fn restore(file: &File, image: &RamImage) -> GuestRam {
         .unwrap()
 }
 
-/// Memory of 2 x 8 MiB; all pages of the first region hold something.
+/// Memory of 2 x 8 MiB; all pages of the first region contain data.
 fn first_region_full() -> (File, RamImage) {
     saved(8 * MIB, (0..8 * MIB).step_by(4096))
 }
@@ -107,7 +106,7 @@ fn nothing_is_in_memory_before_it_is_touched() {
 }
 
 #[test]
-fn machines_side_by_side_do_not_see_each_other() {
+fn machines_from_the_same_file_are_independent() {
     let (file, image) = first_region_full();
     let rams: Vec<_> = (0..4).map(|_| restore(&file, &image)).collect();
     for (index, ram) in rams.iter().enumerate() {
@@ -130,7 +129,7 @@ fn a_discarded_page_never_shows_the_file_again() {
     let (file, image) = first_region_full();
     let ram = restore(&file, &image);
     fill(&ram, [MIB, MIB + PAGE].into_iter());
-    // Clean pages, copies, both, and the other region's anonymous ones.
+    // Clean pages, copies, both, and anonymous ones of the other region.
     let range = pages(MIB, 4 * PAGE);
     let outcome = ram.discard(&[range, pages(4 * GIB, PAGE)]).unwrap();
     assert_eq!((outcome.bytes, outcome.ranges, outcome.syscalls), (5 * PAGE, 2, 2));
@@ -164,7 +163,7 @@ fn after_a_reboot_nothing_is_left_of_the_file() {
 }
 
 #[test]
-fn pages_that_replace_the_files_have_the_policies_of_all_others() {
+fn pages_that_replace_those_of_the_file_have_the_policies_of_all_others() {
     let (file, image) = first_region_full();
     let specs = specs(8 * MIB, Some(0));
     let ram = GuestRam::restore(&specs, HugePages::On, file, FILE_OFFSET, &image).unwrap();
@@ -205,7 +204,7 @@ fn every_other_page_does_not_exhaust_the_mappings() {
     assert_eq!(outcome.bytes + outcome.deferred_bytes, 4 * MIB);
     assert!(outcome.bytes > 40 * PAGE && outcome.deferred_bytes > 3 * MIB, "{outcome:?}");
     assert!(mappings(&ram) <= 100);
-    // What was not given back is as it was, the rest is zero.
+    // Deferred pages are unchanged, the rest is zero.
     let zeros = (0..8 * MIB).step_by(4096).filter(|address| match read(&ram, *address) {
         0 => true,
         other => {
@@ -214,7 +213,7 @@ fn every_other_page_does_not_exhaust_the_mappings() {
         }
     });
     assert_eq!(zeros.count() as u64 * PAGE, outcome.bytes);
-    // Whole huge pages still go, and everything together goes completely.
+    // Whole huge pages are still discarded, and so is the whole memory at once.
     assert_eq!(ram.discard(&[pages(4 * MIB, 2 * MIB)]).unwrap().deferred_bytes, 0);
     assert_eq!(ram.discard(&all(&ram)).unwrap().bytes, 16 * MIB);
     assert_eq!(ram.file_backed_bytes(), 0);
@@ -222,14 +221,14 @@ fn every_other_page_does_not_exhaust_the_mappings() {
 
 #[test]
 fn the_real_number_of_mappings_stays_within_the_count() {
-    // Alternating extents, so that anonymous parts between them have pages of their own before they
+    // Alternating extents, so that anonymous parts between them have private pages before they
     // meet.
     let (file, image) =
         saved(8 * MIB, (0..8 * MIB).step_by(4096).filter(|address| address / 65536 % 2 == 0));
     let ram = restore(&file, &image);
     assert_eq!(mappings(&ram) as u64, extents(&ram).vmas.count());
     fill(&ram, (0..8 * MIB).step_by(4096));
-    // A fixed sequence of places without order.
+    // A fixed sequence of unordered places.
     let mut place = 1_u64;
     for _ in 0..300 {
         place = place * 48_271 % 0x7fff_ffff;
@@ -244,11 +243,11 @@ fn the_real_number_of_mappings_stays_within_the_count() {
 }
 
 #[test]
-fn searching_for_zeros_leaves_clean_pages_of_the_file_alone() {
+fn a_search_for_zeros_skips_clean_pages_of_the_file() {
     let (file, image) = first_region_full();
     let ram = restore(&file, &image);
     let before = mappings(&ram);
-    // In the page cache and mapped, but not this memory's own.
+    // In the page cache and mapped, but not private to this memory.
     assert!((0..8 * MIB).step_by(4096).all(|address| read(&ram, address) == value(address)));
     let scan = ram.discard_zeros(all(&ram)[0]).unwrap();
     assert_eq!((scan.scanned_bytes, scan.returned_bytes), (0, 0));
@@ -288,7 +287,7 @@ fn a_source_that_was_cut_short_is_not_saved_as_zeros() {
     let again = tempfile::tempfile().unwrap();
     let error = ram.save(&again, FILE_OFFSET, &mut |_| {}).unwrap_err();
     assert!(matches!(error, RamError::Image(ImageError::FileTooShort { .. })), "{error}");
-    // Without pages of the file its length is of no interest.
+    // Without pages of the file its length does not matter.
     ram.discard(&all(&ram)).unwrap();
     assert_eq!(ram.save(&again, FILE_OFFSET, &mut |_| {}).unwrap().data_bytes(), 0);
 }
@@ -341,7 +340,7 @@ fn threads_discard_while_others_write() {
                 }
             });
         }
-        // One that writes to odd blocks, as a vCPU would.
+        // One that writes to odd blocks, like a vCPU.
         scope.spawn(|| {
             for round in 0..4_u8 {
                 for page in (0..2048).filter(|page| page / 16 % 2 == 1) {

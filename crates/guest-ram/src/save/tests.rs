@@ -65,7 +65,7 @@ fn only_pages_with_data_take_room_in_the_file() {
         let Some(ram) = ram_of(backing, 4 * MIB) else { continue };
         write(&ram, 2 * MIB, 16);
         write(&ram, 4 * GIB + 4 * MIB - PAGE, 1);
-        // Touched, and zero.
+        // Accessed, and zero.
         ram.memory().write_slice(&vec![0; 65536], GuestAddress(0)).unwrap();
         let file = tempfile::tempfile().unwrap();
         let image = save(&ram, &file);
@@ -80,7 +80,7 @@ fn only_pages_with_data_take_room_in_the_file() {
 }
 
 #[test]
-fn what_the_file_held_before_is_gone() {
+fn the_former_content_of_the_file_is_discarded() {
     let ram = ram();
     write(&ram, MIB, 1);
     let file = tempfile::tempfile().unwrap();
@@ -88,7 +88,7 @@ fn what_the_file_held_before_is_gone() {
     let image = save(&ram, &file);
     assert!(content_of(&file, &ram) == content(&ram));
     image.verify(&file, OFFSET, &mut |_| {}).unwrap();
-    // What is not the memory's part stays.
+    // Parts of the file outside the memory stay unchanged.
     let mut around = [0; 2];
     file.read_exact_at(&mut around[..1], OFFSET - 1).unwrap();
     file.read_exact_at(&mut around[1..], OFFSET + 8 * MIB).unwrap();
@@ -97,7 +97,7 @@ fn what_the_file_held_before_is_gone() {
 }
 
 #[test]
-fn memory_that_was_only_read_is_not_looked_at() {
+fn memory_that_was_only_read_is_not_scanned() {
     let ram = ram();
     assert!(content(&ram).iter().all(|byte| *byte == 0));
     let file = tempfile::tempfile().unwrap();
@@ -106,7 +106,7 @@ fn memory_that_was_only_read_is_not_looked_at() {
     assert_eq!(file.metadata().unwrap().blocks(), 0);
 }
 
-/// Sends all memory to swap space, where there is some; checks that it went there.
+/// Moves all memory to swap space, if available; checks that it is there.
 fn page_out(ram: &GuestRam, held_pages: usize) {
     let region = ram.regions()[0];
     // SAFETY: the range is the region's, which lives as long as `ram`; paging out changes no
@@ -147,7 +147,7 @@ fn pages_are_saved_wherever_the_host_keeps_them() {
 }
 
 #[test]
-fn without_a_pagemap_everything_is_looked_at_and_the_result_is_the_same() {
+fn without_a_pagemap_everything_is_scanned_and_the_result_is_the_same() {
     let mut ram = ram();
     write(&ram, MIB, 3);
     write(&ram, 4 * GIB, 300);
@@ -162,7 +162,7 @@ fn without_a_pagemap_everything_is_looked_at_and_the_result_is_the_same() {
     });
     assert_eq!(images[0].0, images[1].0);
 
-    // The same for memory that is still the file's.
+    // The same for memory that is still mapped from the file.
     let [(image, file), _] = images;
     let mut restored =
         GuestRam::restore(&specs(&ram), HugePages::Off, file, OFFSET, &image).unwrap();
@@ -174,7 +174,7 @@ fn without_a_pagemap_everything_is_looked_at_and_the_result_is_the_same() {
 }
 
 #[test]
-fn progress_is_told_for_each_chunk() {
+fn progress_is_reported_for_each_chunk() {
     let ram = ram_of(Backing::Anonymous, 66 * MIB).unwrap();
     write(&ram, 64 * MIB - PAGE, 3);
     write(&ram, 4 * GIB, 1);
@@ -199,7 +199,7 @@ fn fragmented_memory_has_a_short_list_of_extents() {
     let image = save(&ram, &file);
     assert_eq!(image.extents().len(), crate::MAX_EXTENTS);
     assert_eq!(image.data_bytes(), (pages + 1) * PAGE);
-    // Nothing was written into the gaps.
+    // No data was written into the gaps.
     assert!(file.metadata().unwrap().blocks() * 512 < image.data_bytes() + MIB);
     image.verify(&file, OFFSET, &mut |_| {}).unwrap();
     assert!(content_of(&file, &ram) == content(&ram));
@@ -216,7 +216,7 @@ fn expect_disk_full(error: &RamError) -> (u64, u64) {
 }
 
 #[test]
-fn a_full_disk_is_told_with_the_room_needed() {
+fn a_full_disk_is_reported_with_the_required_room() {
     let ram = ram();
     write(&ram, 3 * MIB, 256);
     write(&ram, 4 * GIB, 1);
@@ -226,12 +226,12 @@ fn a_full_disk_is_told_with_the_room_needed() {
 }
 
 #[test]
-fn a_disk_that_fills_up_on_the_way_is_told_too() {
-    // A file system of its own, in a thread's own mount namespace: not every test environment
-    // allows that.
+fn a_disk_that_fills_up_during_a_save_is_reported_too() {
+    // A small file system in a thread's own mount namespace: not every test environment allows
+    // that.
     let result = std::thread::spawn(|| {
-        // SAFETY: this thread's root and working directory are its own from now on, and nobody else
-        // uses the thread.
+        // SAFETY: this thread's root and working directory are its own from now on, and no other
+        // code uses the thread.
         unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNS) }?;
         let directory = tempfile::tempdir().unwrap();
         rustix::mount::mount_change(
@@ -252,7 +252,7 @@ fn a_disk_that_fills_up_on_the_way_is_told_too() {
         let error = ram.save(&file, OFFSET, &mut |_| {}).unwrap_err();
         let (written, needed) = expect_disk_full(&error);
         assert!(written <= 2 * MIB && needed == 3 * MIB, "{error}");
-        // The memory is as it was, and can be saved elsewhere.
+        // The memory is unchanged, and can be saved elsewhere.
         let elsewhere = tempfile::tempfile_in("/dev/shm").unwrap();
         assert_eq!(save(&ram, &elsewhere).data_bytes(), 3 * MIB);
         rustix::mount::unmount(directory.path(), rustix::mount::UnmountFlags::DETACH)
@@ -266,7 +266,7 @@ fn a_disk_that_fills_up_on_the_way_is_told_too() {
 }
 
 #[test]
-fn a_file_that_cannot_be_written_is_told() {
+fn an_unwritable_file_is_reported() {
     let ram = ram();
     write(&ram, 0, 1);
     let path = tempfile::NamedTempFile::new().unwrap();

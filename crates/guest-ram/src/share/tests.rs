@@ -9,8 +9,7 @@ use super::*;
 use crate::{GuestRange, Populate};
 
 const MIB: u64 = 1 << 20;
-/// What tells the test's second process which process and which of its descriptors to take memory
-/// from.
+/// Passes the first process's ID and its descriptors to the test's second process.
 const ORIGIN: &str = "EBB_TEST_SHARED_RAM_OF";
 
 fn specs() -> [RegionSpec; 2] {
@@ -54,7 +53,7 @@ fn both_have_the_same_memory_and_dropping_one_leaves_the_other() {
         drop(origin);
         assert_eq!(successor.memory().read_obj::<u64>(GuestAddress(MIB)).unwrap(), 7);
         assert_eq!(successor.memory().read_obj::<u64>(GuestAddress(1 << 32)).unwrap(), 8);
-        // The successor's memory is as good as its own.
+        // The successor can discard the memory like its own.
         let all: Vec<_> = successor.page_ranges();
         successor.discard(&all).unwrap();
         assert_eq!(successor.resident_bytes().unwrap(), 0);
@@ -62,12 +61,12 @@ fn both_have_the_same_memory_and_dropping_one_leaves_the_other() {
 }
 
 #[test]
-fn another_process_can_go_on_with_the_memory() {
+fn another_process_can_continue_with_the_memory() {
     const PAGE: GuestAddress = GuestAddress((1 << 32) + PAGE_SIZE_BYTES);
     if let Ok(origin) = std::env::var(ORIGIN) {
         let mut parts = origin.split(' ');
         let process = parts.next().unwrap();
-        // Files of memory have no name; /proc has one.
+        // Memory files have no path, except in /proc.
         let open = |descriptor| {
             let path = format!("/proc/{process}/fd/{descriptor}");
             OwnedFd::from(File::options().read(true).write(true).open(path).unwrap())
@@ -88,7 +87,7 @@ fn another_process_can_go_on_with_the_memory() {
     let descriptors: Vec<String> =
         shared.files.iter().map(|file| file.as_raw_fd().to_string()).collect();
     let status = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "share::tests::another_process_can_go_on_with_the_memory"])
+        .args(["--exact", "share::tests::another_process_can_continue_with_the_memory"])
         .env(ORIGIN, format!("{} {} {layout}", std::process::id(), descriptors.join(" ")))
         .status()
         .unwrap();
@@ -105,7 +104,7 @@ fn private_memory_is_not_shared() {
 }
 
 #[test]
-fn what_is_not_this_memory_is_refused_with_the_reason() {
+fn other_memory_is_refused_with_the_reason() {
     let adopt = |shared| GuestRam::adopt(&specs(), HugePages::Off, shared);
 
     let mut wrong = shared();

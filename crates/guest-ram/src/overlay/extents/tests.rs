@@ -14,7 +14,7 @@ fn slot(segment: u32, index: u32) -> StableSlot {
     StableSlot { segment, index }
 }
 
-/// Extents with a budget of their own, of memory that is not tracked for writes.
+/// Extents with a separate budget, of memory that is not tracked for writes.
 fn restored(snapshot: &[GuestRange], regions: &[GuestRange], max_vmas: u64) -> FileExtents {
     let vmas = VmaBudget::with_bound(regions.to_vec(), max_vmas, Arc::default());
     FileExtents::new(snapshot, vmas)
@@ -42,7 +42,7 @@ fn released(extents: &mut FileExtents) -> Vec<StableSlot> {
 }
 
 #[test]
-fn a_share_is_given_up_once() {
+fn a_share_is_released_once() {
     let mut extents = tracked(&[range(0, 100)], 1000);
     extents.note_merged(range(10, 10), slot(1, 40));
     assert_eq!((extents.merged_pages(), extents.share_of(Pfn(12))), (10, Some(slot(1, 42))));
@@ -58,7 +58,7 @@ fn a_share_is_given_up_once() {
     extents.note_unmerged(range(0, 16), &mut unmerged);
     assert_eq!(unmerged, [slot(1, 40), slot(1, 44), slot(1, 45)]);
     assert!(extents.is_stable_mapped(Pfn(14)) && extents.share_of(Pfn(14)).is_none());
-    // Merged again: what is mapped there gives up its shares.
+    // Merged again: the pages mapped there release their shares.
     extents.note_merged(range(15, 2), slot(2, 0));
     assert_eq!(released(&mut extents), [slot(1, 46)]);
     extents.note_discarded(range(0, 100));
@@ -80,7 +80,7 @@ fn neighbours_with_neighbouring_slots_are_one_mapping() {
     extents.note_merged(range(70, 10), slot(0, 30));
     extents.note_merged(range(80, 10), slot(1, 40));
     assert_eq!(extents.vmas.count(), 6);
-    // To the right, but not across regions.
+    // On the right, but not across regions.
     extents.note_merged(range(20, 10), slot(2, 10));
     assert_eq!(extents.vmas.count(), 8);
     extents.note_merged(range(10, 10), slot(2, 0));
@@ -114,15 +114,15 @@ fn short_extents_leave_mappings_to_long_ones_and_those_to_discards() {
     assert_eq!((merge(&mut extents, 7), extents.vmas.count()), (0, 299));
     assert_eq!((merge(&mut extents, 8), extents.vmas.count()), (150, 599));
     assert_eq!((merge(&mut extents, 64), extents.vmas.count()), (0, 599));
-    // Where no mapping more is needed there is no bound: in the place of others, and in
-    // continuation of one.
+    // Without an additional mapping there is no bound: in place of others, and in continuation of
+    // one.
     assert!(extents.may_map(range(4097, 1), slot(9, 9)));
     let end = (8 << 12) + 9;
     assert!(
         !extents.may_map(range(end, 1), slot(0, 9)) && extents.may_map(range(end, 1), slot(0, 8))
     );
-    // Discards go on in the middle of a run until the last mappings, which are for whole huge
-    // pages.
+    // Discards continue in the middle of a run until the last mappings, which are reserved for
+    // whole huge pages.
     let huge = range(600 << 9, 512 * 300);
     extents.note_merged(huge, slot(1, 0));
     let mut discarded = 0;
@@ -135,7 +135,7 @@ fn short_extents_leave_mappings_to_long_ones_and_those_to_discards() {
             verdict => assert_eq!(verdict, Verdict::Keep),
         }
     }
-    // The last one takes one border only.
+    // The last one takes only one boundary.
     assert_eq!((discarded, extents.vmas.count()), (50, 700));
     assert_eq!(extents.judge(range((700 << 9) + 1, 513)), Verdict::Replace);
     extents.note_discarded(range((700 << 9) + 1, 513));
@@ -145,7 +145,7 @@ fn short_extents_leave_mappings_to_long_ones_and_those_to_discards() {
 }
 
 #[test]
-fn what_is_brought_back_takes_no_mappings_from_what_is_merged() {
+fn reanonymized_pages_take_no_mappings_from_merged_ones() {
     let mut extents = tracked(&[range(0, 1 << 16)], 800);
     extents.note_merged(range(0, 1 << 16), slot(0, 0));
     let single = (0..1 << 16).step_by(10).map(|page| range(page + 5, 1));
@@ -156,17 +156,18 @@ fn what_is_brought_back_takes_no_mappings_from_what_is_merged() {
             reanonymized += 1;
         }
     }
-    // A quarter of what is for merging. The last one, at the end of the run, took one border only.
+    // A quarter of the share for merging. The last one, at the end of the run, took only one
+    // boundary.
     assert_eq!((reanonymized, extents.vmas.count()), (75, 150));
     assert_eq!(
         extents.returns(),
         BrokenCowStats { brought_back_pages: 75, ..BrokenCowStats::default() }
     );
-    // What needs no mapping more: several in one, or the end of a run.
+    // Changes without additional mappings: several in one, or the end of a run.
     assert!(extents.may_reanonymize(range(5, 11)) && !extents.may_reanonymize(range(7000, 1)));
     assert_eq!(released(&mut extents).len(), 75);
     // Merged again with the same pages as before, it is part of a run again, which the count does
-    // not know for sure.
+    // not know for certain.
     extents.note_merged(range(5, 1), slot(0, 5));
     assert_eq!((extents.returns().remerged_pages, extents.vmas.count()), (1, 149));
     assert_eq!(extents.stable_mapped(range(0, 100)).next(), Some((range(0, 15), slot(0, 0))));
@@ -198,7 +199,7 @@ fn memories_of_one_process_share_the_bound() {
     drop(first);
     assert_eq!(of_process.load(Ordering::Relaxed), 14);
     assert!(second.may_map(range(900, 10), slot(0, 0)));
-    // What a restored memory takes counts for others, and for its own discards.
+    // The VMAs of a restored memory count for others, and for its own discards.
     let snapshot: Vec<_> = (0..10).map(|index| range(index * 100 + 1, 50)).collect();
     let third = memory(&snapshot);
     assert_eq!(of_process.load(Ordering::Relaxed), 34);
@@ -222,7 +223,7 @@ fn single_pages_of_a_snapshot_leave_vmas_to_huge_ones() {
     }
     assert_eq!((replaced, extents.vmas.count()), (43, 87));
     assert_eq!(extents.judge(range(1, 1)), Verdict::Ordinary);
-    // Next to what is anonymous, or all of an extent: no VMA more.
+    // Next to anonymous memory, or a whole extent: no additional VMA.
     assert_eq!(extents.judge(range(2, 1)), Verdict::Replace);
     assert_eq!(extents.judge(range(85, 2)), Verdict::Replace);
     assert_eq!(extents.judge(range(86, 1)), Verdict::Replace);
@@ -253,7 +254,7 @@ fn regions_that_adjoin_stay_apart() {
 }
 
 #[test]
-fn what_a_discard_has_put_there_is_untracked_until_told() {
+fn memory_from_a_discard_is_untracked_until_recorded() {
     let mut extents = tracked(&[range(0, 50), range(50, 50)], 1000);
     extents.note_merged(range(10, 80 - 40), slot(0, 0));
     extents.note_merged(range(50, 40), slot(0, 40));
@@ -268,7 +269,7 @@ fn what_a_discard_has_put_there_is_untracked_until_told() {
     extents.note_tracked(range(22, 4));
     assert_eq!(extents.vmas.count(), before + 2);
     assert_eq!(extents.untracked(range(0, 50)), [range(20, 2), range(26, 24)]);
-    // Merged memory is the merging thread's own business.
+    // Merged memory is handled by the merging thread.
     extents.note_merged(range(26, 24), slot(3, 0));
     assert_eq!(extents.untracked(range(0, 50)), [range(20, 2)]);
     extents.note_tracked(range(0, 100));
@@ -276,14 +277,14 @@ fn what_a_discard_has_put_there_is_untracked_until_told() {
 }
 
 #[test]
-fn counting_replaces_what_was_assumed() {
+fn counting_replaces_the_assumed_starts() {
     let mut extents = tracked(&[range(10, 50), range(60, 40)], 64);
     extents.note_merged(range(20, 10), slot(0, 0));
     extents.note_discarded(range(20, 10));
     extents.note_tracked(range(0, 100));
     assert_eq!(extents.vmas.count(), 4);
     assert!(extents.vmas.is_recount_due());
-    // A region's first page is no border, and neither is one outside.
+    // A region's first page is not a boundary, and neither is one outside.
     extents.vmas.set_starts([5, 10, 42, 60, 100].map(Pfn));
     assert_eq!(extents.vmas.count(), 3);
     assert!(!extents.vmas.is_recount_due());

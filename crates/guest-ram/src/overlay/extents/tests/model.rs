@@ -1,4 +1,4 @@
-//! The extents against plain models, step by step.
+//! The extents compared with plain models, step by step.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use super::{of_snapshot, range, released, restored, slot};
 use crate::merge::StableSlot;
 use crate::{BrokenCowStats, GuestRange};
 
-/// The plainest model: each page by itself.
+/// The simplest model: each page separately.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Page {
     mapped: Option<Source>,
@@ -18,9 +18,9 @@ struct Page {
     untracked: bool,
     moved: bool,
     reanonymized: bool,
-    /// Number of the mapping that it lies in. The kernel's least generous joining: each mapping
-    /// gets a page of its own as soon as it is made, so that only a new one is ever joined with a
-    /// neighbour, and with one only.
+    /// Number of its mapping. The kernel's least generous joining: each mapping gets a private page
+    /// as soon as it is made, so that only a new one is ever joined with a neighbour, and with only
+    /// one.
     mapping: u64,
 }
 
@@ -57,23 +57,31 @@ fn step() -> impl Strategy<Value = Step> {
     let slot = |start: u64, kind: u32| slot(kind / 2, start as u32 + 1000 * (kind % 2));
     prop_oneof![
         5 => (place(), 0..4_u32).prop_map(move |((start, pages), kind)| {
-            let Step::Discard { start, pages } = within_region(start, pages) else { unreachable!() };
+            let Step::Discard { start, pages } = within_region(start, pages) else {
+                unreachable!()
+            };
             Step::Merge { start, pages, first: slot(start, kind) }
         }),
         2 => (0..PAGES).prop_map(|page| Step::Break { page }),
         3 => place().prop_map(|(start, pages)| within_region(start, pages)),
         1 => place().prop_map(|(start, pages)| Step::Unmerge { start, pages }),
         1 => place().prop_map(|(start, pages)| {
-            let Step::Discard { start, pages } = within_region(start, pages) else { unreachable!() };
+            let Step::Discard { start, pages } = within_region(start, pages) else {
+                unreachable!()
+            };
             Step::Moved { start, pages }
         }),
         2 => place().prop_map(|(start, pages)| {
-            let Step::Discard { start, pages } = within_region(start, pages) else { unreachable!() };
+            let Step::Discard { start, pages } = within_region(start, pages) else {
+                unreachable!()
+            };
             Step::Reanonymize { start, pages }
         }),
         1 => place().prop_map(|(start, pages)| Step::Empty { start, pages }),
         2 => place().prop_map(|(start, pages)| {
-            let Step::Discard { start, pages } = within_region(start, pages) else { unreachable!() };
+            let Step::Discard { start, pages } = within_region(start, pages) else {
+                unreachable!()
+            };
             Step::Join { start, pages }
         }),
         2 => place().prop_map(|(start, pages)| Step::Track { start, pages }),
@@ -129,7 +137,7 @@ impl Model {
         model
     }
 
-    /// Takes shares away; returns their slots in the pages' order.
+    /// Releases shares; returns their slots in the pages' order.
     fn release(&mut self, start: u64, pages: u64) -> Vec<StableSlot> {
         let pages = &mut self.pages[start as usize..(start + pages).min(PAGES) as usize];
         let release = |page: &mut Page| page.stable().filter(|_| std::mem::take(&mut page.shares));
@@ -191,7 +199,7 @@ impl Model {
         }
     }
 
-    /// The same for pages that were merged and written to, or are around such.
+    /// The same for pages that were merged and written to, or adjoin such pages.
     fn reanonymize(&mut self, start: u64, pages: u64) {
         for page in &mut self.pages[start as usize..(start + pages) as usize] {
             page.reanonymized |= page.stable().is_some();
@@ -200,7 +208,7 @@ impl Model {
         self.move_here(start, pages);
     }
 
-    /// Makes the pages behind `border` another mapping than those before it.
+    /// Splits the mapping at `border`.
     fn split_at(&mut self, border: u64) {
         let Some(before) = border.checked_sub(1).map(|page| self.pages[page as usize].mapping)
         else {
@@ -277,7 +285,7 @@ fn check(extents: &FileExtents, model: &Model) -> Result<(), TestCaseError> {
 
 proptest! {
     #[test]
-    fn it_says_what_a_page_by_page_model_says(
+    fn extents_match_a_page_by_page_model(
         steps in prop::collection::vec(step(), 1..80),
         snapshot in snapshot(),
         is_tracked: bool,
@@ -352,16 +360,20 @@ proptest! {
                         continue;
                     }
                     let mappings = extents.vmas.within(range(start, pages));
-                    let (Some(first), Some(last)) = (mappings.first(), mappings.last()) else { continue };
+                    let (Some(first), Some(last)) = (mappings.first(), mappings.last()) else {
+                        continue;
+                    };
                     let (start, end) = (first.start.0, last.end().0);
                     // Neighbours, each of which is within one mapping.
                     let of = |page: u64| model.pages.get(page as usize).map(|page| page.mapping);
                     prop_assert!(mappings.windows(2).all(|pair| pair[0].end() == pair[1].start));
                     for mapping in &mappings {
                         let inside = mapping.start.0..mapping.end().0;
-                        prop_assert!(inside.into_iter().all(|page| of(page) == of(mapping.start.0)));
+                        let first = of(mapping.start.0);
+                        prop_assert!(inside.into_iter().all(|page| of(page) == first));
                     }
-                    let (before, joined) = (extents.vmas.count(), extents.returns().joined_mappings);
+                    let before = extents.vmas.count();
+                    let joined = extents.returns().joined_mappings;
                     extents.note_coalesced(range(start, end - start));
                     model.move_here(start, end - start);
                     prop_assert_eq!(extents.vmas.count() + mappings.len() as u64, before + 1);
@@ -389,7 +401,7 @@ proptest! {
 
     /// The model: a set of pages, and VMAs counted with the kernel's least generous joining.
     #[test]
-    fn extents_of_a_snapshot_are_the_pages_left_and_vmas_stay_within_their_bound(
+    fn extents_of_a_snapshot_are_the_remaining_pages_and_vmas_stay_within_their_bound(
         initial in prop::collection::vec((1..40_u64, 1..40_u64), 1..10),
         steps in prop::collection::vec((0..400_u64, 1..60_u64), 0..60),
         max_vmas in 20..60_u64,
@@ -423,7 +435,7 @@ proptest! {
                     model.retain(|page| !asked.contains(Pfn(*page)));
                     starts.retain(|edge| *edge <= start || *edge > end);
                     starts.extend([start, end].into_iter().filter(|edge| (1..500).contains(edge)));
-                    // Joined to the left, or else to the right.
+                    // Joined on the left, otherwise on the right.
                     if start > 0 && !model.contains(&(start - 1)) {
                         starts.remove(&start);
                     } else if !model.contains(&end) {
