@@ -1,19 +1,19 @@
-//! Same-page merging of guest memory: pages with the same content are replaced by a stable page
-//! that they share.
+//! Same-page merging of guest memory: pages with equal content are replaced by a shared stable
+//! page.
 //!
-//! The process that owns the memory does it itself, with the means that Linux gives it:
+//! The process that owns the memory does the merging itself, with these means of Linux:
 //!
-//! - *Look*: userfaultfd's asynchronous write protection keeps track of which pages are written to;
-//!   `PAGEMAP_SCAN` asks.
-//! - *Freeze*: `UFFDIO_MOVE` moves pages to a place of their own, where neither the guest nor a
-//!   device can change them.
-//! - *Compare* with the stable page, and *replace*: a private mapping of the stable page takes the
-//!   page's place, so that the kernel makes a copy when the guest writes to it. A page of zeros is
-//!   not replaced by anything.
+//! - *Scan*: userfaultfd's asynchronous write protection tracks which pages are written to;
+//!   `PAGEMAP_SCAN` reports them.
+//! - *Freeze*: `UFFDIO_MOVE` moves pages to a staging area, where neither the guest nor a device
+//!   can change them.
+//! - *Compare* with the stable page, and *replace*: a private mapping of the stable page replaces
+//!   the page, so that the kernel makes a copy when the guest writes to it. A page of zeros is not
+//!   replaced by anything.
 //!
-//! [`GuestRam::enable_merging`](crate::GuestRam::enable_merging) prepares, a [`MergeSession`]
-//! works. Which pages are worth it is decided elsewhere. What is merged is kept in the memory's
-//! overlay (`overlay.rs`).
+//! [`GuestRam::enable_merging`](crate::GuestRam::enable_merging) prepares the memory, a
+//! [`MergeSession`] merges it. The choice of pages is made elsewhere. The state of merged pages is
+//! part of the memory's overlay (`overlay.rs`).
 
 mod coalesce_vmas;
 mod enable;

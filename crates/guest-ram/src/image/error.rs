@@ -25,8 +25,8 @@ pub enum ImageError {
 
     /// An invalid region.
     #[error(
-        "saved memory has a region at {start:#x} of {size_bytes} bytes that is empty, not aligned to \
-         pages, or not behind its predecessor; its description is damaged"
+        "saved memory has a region at {start:#x} of {size_bytes} bytes that is empty, not aligned \
+         to pages, or not behind its predecessor; its description is damaged"
     )]
     BadRegion {
         /// Guest-physical address.
@@ -37,8 +37,8 @@ pub enum ImageError {
 
     /// The memory of another machine.
     #[error(
-        "saved memory has the regions {image}, and {asked} are requested; restore it with the sizes \
-         with which it was saved"
+        "saved memory has the regions {image}, and {asked} are requested; restore it with the \
+         sizes with which it was saved"
     )]
     OtherRegions {
         /// Regions of the image.
@@ -94,8 +94,8 @@ pub enum ImageError {
 
     /// The offset in the file is invalid.
     #[error(
-        "saved memory cannot be at offset {file_offset_bytes:#x} of a file: that is not a multiple of \
-         4096 or is too large"
+        "saved memory cannot be at offset {file_offset_bytes:#x} of a file: that is not a multiple \
+         of 4096 or is too large"
     )]
     BadFileOffset {
         /// Offset in the file, in bytes.
@@ -104,8 +104,8 @@ pub enum ImageError {
 
     /// The file ends before the memory does.
     #[error(
-        "the file with the saved memory has {file_bytes} bytes and needs {needed_bytes}: it was cut \
-         short"
+        "the file with the saved memory has {file_bytes} bytes and needs {needed_bytes}: it was \
+         cut short"
     )]
     FileTooShort {
         /// Size found, in bytes.
@@ -128,8 +128,8 @@ pub enum ImageError {
 
     /// The file contains more or less data than was saved.
     #[error(
-        "saved memory has {found_bytes} bytes of data and {data_bytes} were saved; its description is \
-         damaged"
+        "saved memory has {found_bytes} bytes of data and {data_bytes} were saved; its description \
+         is damaged"
     )]
     WrongDataBytes {
         /// Bytes found.

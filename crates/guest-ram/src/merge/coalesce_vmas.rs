@@ -1,13 +1,13 @@
-//! Putting memory that lies in many small VMAs into one again.
+//! Coalesces memory that lies in many small VMAs.
 //!
 //! Merging, writes and discards leave many mappings behind, and the kernel joins few of them: each
-//! has pages of its own that came from elsewhere. Where nothing is merged any more they serve no
-//! purpose, and a process has only so many.
+//! has private pages that came from elsewhere. Where nothing is merged any more they serve no
+//! purpose, and the number of mappings of a process is limited.
 //!
 //! So all pages of neighbouring mappings of ordinary memory are moved away (`UFFDIO_MOVE`), to a
-//! mapping that then takes the place of all of them. As with pages that are
-//! [compared](super::freeze) an access to them blocks meanwhile, and a page that is pinned cannot
-//! be moved: then all of them go back. No page is copied, and none changes its content.
+//! mapping that then replaces all of them. As with pages that are [compared](super::freeze), an
+//! access to them blocks meanwhile, and a page that is pinned cannot be moved: then all of them are
+//! moved back. No page is copied, and none changes its content.
 
 use std::sync::Arc;
 
@@ -25,14 +25,14 @@ use crate::ranges::gaps;
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// Neighbouring mappings that are worth it.
+/// Minimum number of neighbouring mappings worth coalescing.
 const LEAST_MAPPINGS: usize = 4;
 
-/// How often a move that the kernel asks to repeat is repeated without a page moved in between.
+/// Maximum number of repetitions of a move, at the kernel's request, without progress.
 const MOVE_ATTEMPTS: u32 = 8;
 
 impl MergeSession {
-    /// Puts small mappings of a block together, if it is its turn.
+    /// Coalesces small mappings of a block, if it is due.
     pub(super) fn coalesce_vmas(&mut self, block: GuestRange) {
         if !self.sampler.is_next() {
             return;
@@ -54,7 +54,7 @@ impl MergeSession {
         }
     }
 
-    /// Puts `mappings`, which `piece` consists of, together.
+    /// Coalesces `mappings`, which `piece` consists of.
     fn join(
         &mut self,
         merging: &Merging,
@@ -70,7 +70,7 @@ impl MergeSession {
         });
         let scratch = match scratch {
             Ok(scratch) => scratch,
-            Err(error) => return tracing::debug!("no memory to put mappings together: {error}"),
+            Err(error) => return tracing::debug!("no memory to coalesce mappings: {error}"),
         };
         // SAFETY: blocked threads are woken below, whatever happens in between.
         let watched =
@@ -82,7 +82,9 @@ impl MergeSession {
             })
             // SAFETY: all pages of the piece have been moved to the scratch area.
             && unsafe { merging.scratch.put(piece) }
-                .inspect_err(|error| tracing::debug!("{} stays in its mappings: {error}", piece.range))
+                .inspect_err(|error| {
+                    tracing::debug!("{} stays in its mappings: {error}", piece.range);
+                })
                 .is_ok();
         if is_joined {
             overlaid.note_coalesced(piece.range);
@@ -91,26 +93,25 @@ impl MergeSession {
                 let (place, away, size_bytes) = places(piece, scratch, *mapping);
                 self.move_back(merging, away, place, size_bytes);
             }
-            must_succeed("the place of pages that were away cannot be released", || {
+            must_succeed("the place of moved pages cannot be released", || {
                 merging.uffd.forget(piece.address, size_bytes)
             });
             if !self.watch_range(piece.range) {
                 self.unwatched.push(piece.range);
             }
         }
-        must_succeed("who waits for a page of the guest cannot be woken", || {
+        must_succeed("threads that wait for a guest page cannot be woken", || {
             merging.uffd.wake(piece.address, size_bytes)
         });
     }
 
-    /// Moves all pages that are at `from`, within one mapping, to `to`. True if none is left.
+    /// Moves all pages at `from`, within one mapping, to `to`. Returns true if none is left.
     fn move_all(&mut self, merging: &Merging, from: usize, to: usize, size_bytes: usize) -> bool {
         let mut attempts = 0;
         let mut done = 0;
         while done < size_bytes {
             // SAFETY: both are anonymous memory of this crate's mappings, to which no Rust
-            // reference exists, and an access to what is guest memory of it blocks until this
-            // is over.
+            // reference exists, and an access to guest memory among them blocks until this is over.
             let moved = unsafe {
                 merging.uffd.move_what_is_there(from + done, to + done, size_bytes - done)
             };
@@ -134,7 +135,7 @@ impl MergeSession {
         self.first_page(from, size_bytes).is_none()
     }
 
-    /// Moves all pages back that are at `from`, by copying them if there is no other way.
+    /// Moves all pages at `from` back, by copying them if necessary.
     fn move_back(&mut self, merging: &Merging, from: usize, to: usize, size_bytes: usize) {
         if self.move_all(merging, from, to, size_bytes) {
             return;
@@ -142,7 +143,7 @@ impl MergeSession {
         let mut done = 0;
         while let Some(bytes) = self.first_page(from + done, size_bytes - done) {
             let place = done + bytes;
-            must_succeed("a page of the guest that was away cannot be brought back", || {
+            must_succeed("a guest page that was moved away cannot be moved back", || {
                 // SAFETY: the page is in the scratch area, and its place is watched guest memory.
                 unsafe { merging.uffd.copy_page(from + place, to + place, PAGE) }
             });
@@ -150,10 +151,10 @@ impl MergeSession {
         }
     }
 
-    /// Where the first page is that has content, in bytes from `address` on.
+    /// Offset of the first page with content, in bytes from `address` on.
     fn first_page(&mut self, address: usize, size_bytes: usize) -> Option<usize> {
         let mut first = None;
-        must_succeed("where pages of the guest are cannot be found out", || {
+        must_succeed("the location of guest pages cannot be determined", || {
             let found = self.scan.ask(address, size_bytes, Question::Any)?;
             first = found.first().map(|run| run.address() - address);
             Ok(())
@@ -162,7 +163,7 @@ impl MergeSession {
     }
 }
 
-/// Where a mapping of `piece` is, where its pages are when they are away, and its size in bytes.
+/// Address of a mapping of `piece`, address of its pages while moved away, and its size in bytes.
 fn places(piece: &Piece<'_>, scratch: usize, mapping: GuestRange) -> (usize, usize, usize) {
     let offset_bytes = (mapping.start.address() - piece.range.start.address()) as usize;
     (piece.address + offset_bytes, scratch + offset_bytes, mapping.size_bytes() as usize)

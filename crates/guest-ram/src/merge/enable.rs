@@ -1,4 +1,4 @@
-//! Making a memory's pages mergeable.
+//! Enables merging of a memory's pages.
 
 use std::sync::Arc;
 
@@ -10,14 +10,14 @@ use crate::overlay::{BrokenCowStats, Overlay};
 use crate::ranges::gaps;
 use crate::{Backing, GuestRam, GuestRange, RamError, Region, RegionSpec};
 
-/// What `vm.max_map_count` must be at least: half of it is for guest memory, and what is less would
+/// Minimum value of `vm.max_map_count`: half of it is for guest memory, and fewer mappings would
 /// soon be used up.
 const MIN_MAP_COUNT: u64 = 4096;
 
 impl GuestRam {
-    /// Lets the pages of this memory be merged, with stable pages out of `segments`: from now on
-    /// the kernel keeps track of which pages are written to. To be called before the guest runs,
-    /// and while files can be opened; a [`MergeSession`](super::MergeSession) then does the work.
+    /// Enables merging of this memory's pages, with stable pages from `segments`: from now on the
+    /// kernel tracks which pages are written to. Must be called before the guest runs, and while
+    /// files can be opened; a [`MergeSession`](super::MergeSession) then does the work.
     ///
     /// # Errors
     /// [`MergeUnavailable`]: the memory works as before then.
@@ -41,30 +41,30 @@ impl GuestRam {
         self.merging.set(merging).map_err(|_| MergeUnavailable::Enabled)
     }
 
-    /// What [`enable_merging`](Self::enable_merging) has prepared.
+    /// The state prepared by [`enable_merging`](Self::enable_merging).
     pub fn merging(&self) -> Option<&Merging> {
         self.merging.get()
     }
 
     /// Bytes of guest memory for which a stable page is mapped, as far as writes to them have been
-    /// noticed.
+    /// detected.
     pub fn merged_bytes(&self) -> u64 {
         self.lock_overlay().map_or(0, |extents| extents.merged_pages() * PAGE_SIZE_BYTES)
     }
 
-    /// Number of VMAs that guest memory takes beyond one a region, at most: because pages are
-    /// merged, or mapped from the file that the memory was restored from.
+    /// Maximum number of VMAs of guest memory beyond one per region: because pages are merged, or
+    /// mapped from the file that the memory was restored from.
     pub fn merged_mappings(&self) -> u64 {
         self.lock_overlay().map_or(0, |extents| extents.vmas.own())
     }
 
-    /// What became of merged pages that were written to.
+    /// Statistics of merged pages that were written to.
     pub fn broken_cow_stats(&self) -> BrokenCowStats {
         self.lock_overlay().map_or_else(BrokenCowStats::default, |extents| extents.returns())
     }
 
-    /// Prepares for pages to be merged; from now on discards exclude merges. Does nothing the
-    /// second time.
+    /// Prepares the memory for merging; from now on discards exclude merges. No effect the second
+    /// time.
     ///
     /// # Errors
     /// [`RamError::NotMergeable`]; else as for [`GuestRam::new`].
@@ -77,11 +77,11 @@ impl GuestRam {
         }
         let specs: Vec<RegionSpec> = self.regions().iter().map(Region::spec).collect();
         let overlay = Overlay::new(&specs, self.huge_pages(), None)?;
-        // Another thread may have been quicker.
+        // Another thread may have been faster.
         Ok(self.overlay.get_or_init(|| overlay))
     }
 
-    /// What is not mapped from a file.
+    /// The parts that are not mapped from a file.
     fn anonymous_ranges(&self) -> Vec<GuestRange> {
         let in_region = |region: GuestRange| {
             let mapped: Vec<_> = self.file_mapped(region).iter().map(|(part, _)| *part).collect();
@@ -128,7 +128,7 @@ fn check_map_count() -> Result<(), MergeUnavailable> {
         Ok(found) if found < MIN_MAP_COUNT => {
             Err(MergeUnavailable::TooFewMappings { found, needed: MIN_MAP_COUNT })
         }
-        // What cannot be understood is checked by the kernel with each mapping.
+        // An unintelligible text: the kernel checks each mapping itself.
         _ => Ok(()),
     }
 }
@@ -139,8 +139,10 @@ mod tests {
 
     #[test]
     fn locked_mappings_are_found_by_their_flags() {
-        let text = "7f0000000000-7f0000200000 rw-p 00000000 00:00 0 \nSize: 4 kB\nVmFlags: rd wr mr mw me ac sd \n\
-                    7f0000200000-7f0000400000 rw-p 00000000 00:00 0 [x]\nVmFlags: rd wr lo ac \n";
+        let text = "7f0000000000-7f0000200000 rw-p 00000000 00:00 0 \nSize: 4 kB\n\
+                    VmFlags: rd wr mr mw me ac sd \n\
+                    7f0000200000-7f0000400000 rw-p 00000000 00:00 0 [x]\n\
+                    VmFlags: rd wr lo ac \n";
         assert!(is_locked(text, &[(0x7f00_0020_0000, 0x1000)]));
         assert!(!is_locked(text, &[(0x7f00_0000_0000, 0x20_0000), (0x7f00_0040_0000, 0x1000)]));
     }

@@ -1,14 +1,15 @@
-//! Freezing pages, comparing them, and replacing those that are the same.
+//! Freezes pages, compares them, and replaces equal ones.
 //!
-//! A page is frozen by moving it away (`UFFDIO_MOVE`) to a place that nobody else knows. The kernel
-//! refuses that for pages that are pinned, that is, to which a device may write by itself. Whoever
-//! touches the page meanwhile waits, since its place is registered for missing pages for so long;
-//! nobody has to handle the fault, since all who wait are woken at the end.
+//! A page is frozen by moving it away (`UFFDIO_MOVE`) to a staging area. The kernel refuses that
+//! for pages that are pinned, that is, to which a device may write directly. A thread that accesses
+//! the page meanwhile blocks, since its place is registered for missing pages during that time; the
+//! fault need not be handled, since all blocked threads are woken at the end.
 //!
-//! A block is worked on under the lock of the overlay, so that no page that is away is discarded or
-//! overlooked. It ends in one way only: each page that was moved away is either
-//! back or replaced, its place is not watched for missing pages any more, and who waits is woken.
-//! If that is impossible, the process ends: a guest with a page lost must not run on.
+//! A block is processed under the lock of the overlay, so that no page that is moved away is
+//! discarded or overlooked. The processing ends in one way only: each page that was moved away is
+//! either moved back or replaced, its place is no longer watched for missing pages, and blocked
+//! threads are woken. If that is impossible, the process ends: a guest with a lost page must not
+//! continue.
 
 mod items;
 
@@ -33,14 +34,14 @@ pub use items::{MergeOutcome, MergeTarget};
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// How often a move that the kernel asks to repeat is repeated without a page moved in between:
-/// somebody has the page locked for a moment.
+/// Maximum number of repetitions of a move, at the kernel's request, without progress: the page is
+/// briefly locked elsewhere.
 const MOVE_ATTEMPTS: u32 = 8;
 
-/// What pages of zeros are compared with.
+/// Comparison target of pages of zeros.
 static ZEROS: [u8; PAGE] = [0; PAGE];
 
-/// Where a page is.
+/// Location of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     Away,
@@ -49,10 +50,11 @@ enum Place {
 
 impl MergeSession {
     /// Replaces pages, in ascending order: each is frozen, compared with its target, and replaced
-    /// if it is the same. `outcomes` gets an entry for each.
+    /// if it is equal. `outcomes` gets an entry for each.
     ///
     /// # Errors
-    /// [`MergeError`]: what `outcomes` holds then is true, and all pages behind it are unchanged.
+    /// [`MergeError`]: the entries of `outcomes` are valid then, and all pages after them are
+    /// unchanged.
     pub fn replace(
         &mut self,
         pages: &[(Pfn, MergeTarget)],
@@ -77,7 +79,7 @@ impl MergeSession {
         Ok(())
     }
 
-    /// Replaces pages of one huge page's place and of one region.
+    /// Replaces pages within one huge page's place and one region.
     fn replace_in_block(
         &mut self,
         pages: &[(Pfn, MergeTarget)],
@@ -115,20 +117,20 @@ impl MergeSession {
         self.clear_staging()
     }
 
-    /// Gives the memory of pages that were replaced back to the host. Nothing may be moved to the
-    /// staging area before.
+    /// Frees the memory of replaced pages. Nothing may be moved to the staging area before.
     fn clear_staging(&mut self) -> Result<(), MergeError> {
         let Some(range) = self.staged else { return Ok(()) };
         let address = self.merging().staging_address(range.start);
         let size_bytes = range.size_bytes() as usize;
-        // SAFETY: the range is within the staging area. What the guest still needs was moved back.
+        // SAFETY: the range is within the staging area. Pages that the guest still needs were moved
+        // back.
         let result = unsafe { madvise(address as *mut _, size_bytes, Advice::LinuxDontNeed) };
         result.map_err(|error| kernel("give replaced pages back", range, error.into()))?;
         self.staged = None;
         Ok(())
     }
 
-    /// Takes out candidates for which there would be no mappings, before anything is done for them.
+    /// Ends candidates for which there would be no mappings, before they are processed.
     fn plan_mappings(&self, overlaid: &mut FileExtents, items: &mut [Item]) {
         for extent in extents(items, Stage::Candidate) {
             if !self.may_map(overlaid, &items[extent.clone()]) {
@@ -147,10 +149,10 @@ impl MergeSession {
     }
 }
 
-/// Those of `pages` that can be replaced at all are candidates: what is mapped from a file cannot.
+/// Makes candidates of the `pages` that can be replaced at all: those mapped from a file cannot.
 fn candidates(overlaid: &FileExtents, pages: &[(Pfn, MergeTarget)]) -> Vec<Item> {
     let Some(span) = span(pages) else { return Vec::new() };
-    // Both are ascending: what lies before a page is in nobody's way any more.
+    // Both are ascending: parts before a page can be skipped.
     let mut mapped = overlaid.mapped(span).map(|(part, _)| part).peekable();
     let mut before = None;
     let item = |&(page, target): &(Pfn, MergeTarget)| {
@@ -164,16 +166,16 @@ fn candidates(overlaid: &FileExtents, pages: &[(Pfn, MergeTarget)]) -> Vec<Item>
     pages.iter().map(item).collect()
 }
 
-/// How many mappings there are left.
+/// Number of available mappings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mappings {
     /// Enough for all pages of a batch.
     Plenty,
-    /// Each run must be asked for.
+    /// Each run must be checked.
     Scarce,
 }
 
-/// A block that is worked on, or a part of it.
+/// A block, or a part of it, during processing.
 struct Batch<'a> {
     session: &'a mut MergeSession,
     merging: &'a Merging,
@@ -188,7 +190,7 @@ impl Batch<'_> {
     fn freeze(&mut self) {
         for run in ranges(&self.items, |item| item.stage == Stage::Candidate, |_, _| true) {
             let (address, size_bytes) = self.place_of(&run);
-            // SAFETY: `thaw` wakes who waits, and nothing in between returns early.
+            // SAFETY: `thaw` wakes blocked threads, and nothing in between returns early.
             let watched =
                 unsafe { self.merging.uffd.watch(address, size_bytes, Watch::WritesAndMissing) };
             match watched {
@@ -197,7 +199,7 @@ impl Batch<'_> {
                     self.move_away(run);
                 }
                 Err(error) => {
-                    // It takes a mapping of its own for the while.
+                    // Freezing needs a temporary mapping.
                     let outcome = if error.raw_os_error() == Some(libc::ENOMEM) {
                         MergeOutcome::NoMappings
                     } else {
@@ -213,7 +215,7 @@ impl Batch<'_> {
         }
     }
 
-    /// Moves a run away, leaving out pages that cannot be moved.
+    /// Moves a run away, except for pages that cannot be moved.
     fn move_away(&mut self, run: Range<usize>) {
         let mut next = run.start;
         let mut attempts = 0;
@@ -229,7 +231,7 @@ impl Batch<'_> {
             self.set(next..next + pages, Stage::Away);
             next += pages;
             attempts = if pages > 0 { 0 } else { attempts + 1 };
-            // If some were moved, the next call tells why no more.
+            // If some were moved, the next call returns the reason for the end.
             let Some(error) = moved.stopped.filter(|_| pages == 0) else { continue };
             if error == Errno::INVAL && size_bytes > PAGE {
                 step = shorter(size_bytes);
@@ -239,9 +241,9 @@ impl Batch<'_> {
                 std::thread::yield_now();
                 continue;
             }
-            // Linux 6.18 counts too few when it has repeated a part by itself, and tells that there
-            // is something already where it has just moved pages to. So where they are counts, and
-            // not what was said.
+            // Linux 6.18 counts too few when it has repeated a part internally, and reports
+            // existing pages where it has just moved pages to. So the actual location of the pages
+            // counts, and not the reported number.
             let uncounted = self.leading_pages(next..run.end, Place::Away);
             if uncounted > 0 {
                 self.set(next..next + uncounted, Stage::Away);
@@ -257,7 +259,7 @@ impl Batch<'_> {
                     MergeOutcome::Gone
                 }
             };
-            // All pages of a huge page are pinned together; to try each would take it apart.
+            // All pages of a huge page are pinned together; trying each would split it.
             let whole = self.is_huge(from, size_bytes);
             let end = if whole { run.end } else { next + 1 };
             self.set(next..end, Stage::Ended(outcome));
@@ -266,7 +268,7 @@ impl Batch<'_> {
         }
     }
 
-    /// Whether a huge page is at this address, and nothing else.
+    /// Whether a huge page, and nothing else, is at this address.
     fn is_huge(&mut self, address: usize, size_bytes: usize) -> bool {
         size_bytes == ebb_abi::HUGE_PAGE_SIZE_BYTES as usize
             && self
@@ -276,12 +278,12 @@ impl Batch<'_> {
                 .is_ok_and(|runs| runs.iter().any(super::scan::PageRun::is_huge))
     }
 
-    /// How many pages of a run, from its first one on, are away, or are not.
+    /// Number of pages of a run, from its first one on, at `place`.
     fn leading_pages(&mut self, run: Range<usize>, place: Place) -> usize {
         let address = self.merging.staging_address(self.items[run.start].page);
         let mut away = vec![false; run.len()];
         let scan = &mut self.session.scan;
-        must_succeed("where pages of the guest are cannot be found out", || {
+        must_succeed("the location of guest pages cannot be determined", || {
             away.fill(false);
             for found in scan.ask(address, run.len() * PAGE, Question::Any)? {
                 let first = (found.address() - address) / PAGE;
@@ -292,7 +294,7 @@ impl Batch<'_> {
         away.iter().take_while(|away| **away == (place == Place::Away)).count()
     }
 
-    /// Compares what is away with its target.
+    /// Compares the pages that were moved away with their targets.
     fn compare(&mut self) {
         let mut segment: Option<(u32, Option<Arc<Segment>>)> = None;
         for item in &mut self.items {
@@ -314,8 +316,8 @@ impl Batch<'_> {
                 None => Stage::Back(MergeOutcome::Gone),
                 Some(target) => {
                     // SAFETY: one page of the staging area, which was moved there; the other one is
-                    // a page of zeros, or a slot that was given out in a segment that is mapped as
-                    // long as `segment` holds it. memcmp reads both through pointers.
+                    // a page of zeros, or an allocated slot of a segment that is mapped as long as
+                    // `segment` holds it. memcmp reads both through pointers.
                     let order =
                         unsafe { libc::memcmp(staged as *const _, target as *const _, PAGE) };
                     if order == 0 { Stage::Same } else { Stage::Back(MergeOutcome::Different) }
@@ -324,12 +326,11 @@ impl Batch<'_> {
         }
     }
 
-    /// Maps stable pages in the place of those that are the same.
+    /// Maps stable pages in place of equal ones.
     fn map(&mut self, overlaid: &mut FileExtents) {
         for extent in extents(&self.items, Stage::Same) {
             let Some((range, slot)) = place(&self.items[extent.clone()]) else {
-                // Nothing is mapped: what is missing reads as zeros once it is not watched for any
-                // more.
+                // Nothing is mapped: missing pages read as zeros once they are no longer watched.
                 self.set(extent, Stage::Ended(MergeOutcome::Done));
                 continue;
             };
@@ -352,7 +353,7 @@ impl Batch<'_> {
             return Stage::Back(MergeOutcome::Gone);
         };
         let node = ram.regions()[piece.region].host_node;
-        // SAFETY: the range is guest memory whose pages are all away, and the same as what is
+        // SAFETY: the range is guest memory whose pages are all moved away, and equal to the pages
         // mapped there.
         match unsafe { segment.map_over(slot.index, range.pages as u32, piece.address, node) } {
             Ok(()) => {
@@ -366,7 +367,7 @@ impl Batch<'_> {
         }
     }
 
-    /// Moves the others back.
+    /// Moves the other pages back.
     fn give_back(&mut self) {
         let is_back =
             |item: &Item| matches!(item.stage, Stage::Back(_) | Stage::Away | Stage::Same);
@@ -377,8 +378,8 @@ impl Batch<'_> {
             while next < run.end {
                 let (to, size_bytes) = self.place_of(&(next..run.end.min(next + step)));
                 let from = self.merging.staging_address(self.items[next].page);
-                // SAFETY: as for the way there. The pages' place is watched, and nobody can have
-                // put a page there.
+                // SAFETY: as when moving away. The pages' place is watched, so no page can have
+                // been put there.
                 let moved = unsafe { self.merging.uffd.move_pages(from, to, size_bytes) };
                 next += moved.bytes / PAGE;
                 let Some(error) = moved.stopped.filter(|_| moved.bytes == 0) else {
@@ -386,7 +387,7 @@ impl Batch<'_> {
                     continue;
                 };
                 attempts += 1;
-                // As on the way there.
+                // As when moving away.
                 let back = match error {
                     Errno::EXIST => self.leading_pages(next..run.end, Place::Back),
                     _ => 0,
@@ -407,12 +408,12 @@ impl Batch<'_> {
         }
     }
 
-    /// Copies a page back that does not let itself be moved.
+    /// Copies a page back that cannot be moved.
     fn copy_back(&self, index: usize, why: Errno) {
         let (to, _) = self.place_of(&(index..index + 1));
         let from = self.merging.staging_address(self.items[index].page);
         must_succeed(
-            "a page of the guest that was away to be compared cannot be brought back",
+            "a guest page that was moved away for comparison cannot be moved back",
             || {
                 // SAFETY: the page was moved to the staging area and is still there; its place is
                 // watched guest memory.
@@ -425,8 +426,8 @@ impl Batch<'_> {
         );
     }
 
-    /// Watches the places of frozen runs for writes only again, as far as they were not replaced by
-    /// mappings, and wakes who waits.
+    /// Watches the places of frozen runs only for writes again, unless they were replaced by
+    /// mappings, and wakes blocked threads.
     fn thaw(&mut self) {
         let frozen = std::mem::take(&mut self.frozen);
         for run in &frozen {
@@ -440,7 +441,7 @@ impl Batch<'_> {
         if let (Some(first), Some(last)) = (frozen.first(), frozen.last()) {
             let (address, _) = self.place_of(first);
             let (end, size_bytes) = self.place_of(last);
-            must_succeed("who waits for a page of the guest cannot be woken", || {
+            must_succeed("threads that wait for a guest page cannot be woken", || {
                 self.merging.uffd.wake(address, end + size_bytes - address)
             });
         }
@@ -448,7 +449,7 @@ impl Batch<'_> {
 
     fn thaw_part(&mut self, part: Range<usize>) {
         let (address, size_bytes) = self.place_of(&part);
-        must_succeed("the place of pages that were away cannot be released", || {
+        must_succeed("the place of moved pages cannot be released", || {
             self.merging.uffd.forget(address, size_bytes)
         });
         let range = GuestRange::new(self.items[part.start].page, part.len() as u64);
@@ -457,7 +458,7 @@ impl Batch<'_> {
         }
     }
 
-    /// Host address and size in bytes of items that are neighbours.
+    /// Host address and size in bytes of neighbouring items.
     fn place_of(&self, run: &Range<usize>) -> (usize, usize) {
         let range = GuestRange::new(self.items[run.start].page, run.len() as u64);
         // Items are pages of guest memory: this was checked when the batch was made.
@@ -471,7 +472,7 @@ impl Batch<'_> {
     }
 }
 
-/// How many pages to move at a time after so many bytes were refused: a move must be within one
+/// Number of bytes to move at a time after this many were refused: a move must be within one
 /// mapping on either side, and a run may lie in several that the kernel did not join.
 fn shorter(size_bytes: usize) -> usize {
     size_bytes / PAGE / 2

@@ -1,10 +1,10 @@
-//! Which huge pages are cold.
+//! Detection of cold huge pages.
 //!
-//! A huge page that is protected to learn of writes is taken apart by the first one (Linux
-//! mm/memory.c, `wp_huge_pmd`), and the guest is slower from then on. So it is not protected before
-//! a sample of its content has stayed the same for some looks; until then it counts as written. If
-//! a write has taken one apart nevertheless, its place is left alone for a while, so that the host
-//! may put it together again (khugepaged does not touch protected pages).
+//! A huge page that is write-protected for tracking is split by the first write (Linux mm/memory.c,
+//! `wp_huge_pmd`), and the guest is slower from then on. So it is not protected before a sample of
+//! its content has stayed the same for some scans; until then it counts as written. If a write has
+//! split one nevertheless, its place is not protected for a while, so that the host may rebuild the
+//! huge page (khugepaged skips protected pages).
 
 use std::collections::HashMap;
 use std::hash::Hasher;
@@ -13,27 +13,27 @@ use std::ptr;
 use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES};
 use twox_hash::XxHash3_64;
 
-/// Looks in a row at which the sample must have been the same before a huge page is protected.
+/// Consecutive scans in which the sample must have been the same before a huge page is protected.
 const LOOKS_UNCHANGED: u8 = 2;
 
-/// Looks for which the place of a huge page is left alone that was taken apart by a write.
+/// Scans in which the place of a huge page is not protected after a write has split it.
 const LOOKS_ALONE: u8 = 16;
 
-/// Bytes that are looked at of each page.
+/// Bytes sampled of each page.
 const SAMPLE_BYTES: usize = 64;
 
-/// What is known of the place of a huge page.
+/// State of the place of a huge page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// It is looked at from time to time.
+    /// It is sampled.
     Sampled { sample: u64, unchanged: u8 },
     /// It is protected.
     Protected,
-    /// It was taken apart, and is left alone for so many looks.
+    /// It was split, and is not protected for this many scans.
     Alone(u8),
 }
 
-/// What is to be done with a huge page that is there.
+/// Action for an existing huge page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Advice {
     /// It counts as written to.
@@ -42,12 +42,12 @@ pub(super) enum Advice {
     Protect,
 }
 
-/// States of huge pages by number; those never seen have none.
+/// States of huge pages by number; unknown ones have none.
 #[derive(Debug, Default)]
 pub(super) struct HugeBlocks(HashMap<u64, State>);
 
 impl HugeBlocks {
-    /// Whether a place is to be left alone in this look.
+    /// Whether a place must not be protected in this scan.
     pub(super) fn leave_alone(&mut self, block: u64) -> bool {
         match self.0.get_mut(&block) {
             Some(State::Alone(looks)) if *looks > 0 => {
@@ -58,7 +58,7 @@ impl HugeBlocks {
         }
     }
 
-    /// A huge page was found that is not protected, with this sample of its content.
+    /// Processes the sample of a huge page that is not protected.
     pub(super) fn sampled(&mut self, block: u64, sample: u64) -> Advice {
         let state = self.0.entry(block).or_insert(State::Sampled { sample: !sample, unchanged: 0 });
         let unchanged = match state {
@@ -73,8 +73,8 @@ impl HugeBlocks {
         Advice::LeaveUnprotected
     }
 
-    /// The pages of a place were found to be small. True if it had a protected huge page, which a
-    /// write has taken apart.
+    /// Records that the pages of a place are small. Returns true if it had a protected huge page,
+    /// which a write has split.
     pub(super) fn found_small(&mut self, block: u64) -> bool {
         if self.0.is_empty() {
             return false;
@@ -88,13 +88,13 @@ impl HugeBlocks {
         taken_apart
     }
 
-    /// Pages of a place were merged: it is not to be put together again.
+    /// Records that pages of a place were merged: it should not become a huge page again.
     pub(super) fn merged(&mut self, block: u64) {
         self.0.remove(&block);
     }
 }
 
-/// A sample of the content of a huge page: the same bytes of each of its pages, others for each
+/// A sample of the content of a huge page: some bytes of each of its pages, which depend on the
 /// seed.
 ///
 /// # Safety
@@ -104,12 +104,11 @@ pub(super) unsafe fn sample(address: usize, seed: u64) -> u64 {
     let places = PAGE_SIZE_BYTES / SAMPLE_BYTES as u64;
     let mut bytes = [0_u8; SAMPLE_BYTES];
     for page in 0..HUGE_PAGE_SIZE_PAGES {
-        // Another place in each page: what is written often is often at the same place in many
-        // pages.
+        // A different offset in each page: frequent writes often hit the same offset of many pages.
         let place = (seed ^ page.wrapping_mul(0x9e37_79b9)) % places;
         let offset = (page * PAGE_SIZE_BYTES) as usize + place as usize * SAMPLE_BYTES;
-        // SAFETY: the bytes are within the huge page, which is mapped, as the caller vouches. The
-        // guest may write to it, so it is copied before anybody looks at it.
+        // SAFETY: the bytes are within the huge page, which is mapped, as the caller guarantees.
+        // The guest may write to it, so it is copied before it is used.
         unsafe {
             ptr::copy_nonoverlapping(
                 (address + offset) as *const u8,
@@ -133,12 +132,12 @@ mod tests {
             assert_eq!(blocks.sampled(7, sample), Advice::LeaveUnprotected);
         }
         assert_eq!(blocks.sampled(7, 2), Advice::Protect);
-        // It was replaced by another one, or is not protected for another reason.
+        // It was replaced by another one, or is unprotected for another reason.
         assert_eq!(blocks.sampled(7, 2), Advice::LeaveUnprotected);
     }
 
     #[test]
-    fn the_place_of_one_that_was_taken_apart_is_left_alone_for_a_while() {
+    fn the_place_of_a_split_huge_page_is_not_protected_for_a_while() {
         let mut blocks = HugeBlocks::default();
         assert!(!blocks.found_small(7) && !blocks.leave_alone(7));
         for _ in 0..=LOOKS_UNCHANGED {

@@ -1,4 +1,4 @@
-//! What a process needs to merge pages.
+//! Resources of a process for merging pages.
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
@@ -16,14 +16,14 @@ use crate::mapping::Mapping;
 use crate::overlay::FileExtents;
 use crate::{Backing, HugePages, Region, RegionSpec};
 
-/// What is needed to merge a memory's pages, opened when the process could still open everything.
+/// Resources for merging a memory's pages, opened while the process can still open everything.
 #[derive(Debug)]
 pub struct Merging {
     pub(super) uffd: Userfaultfd,
-    /// With this one writers wait.
+    /// Userfaultfd for which writers block.
     pub(super) waiting: Userfaultfd,
     pub(super) segments: Arc<StableSegments>,
-    /// Where pages are while they are compared: as large as a huge page, and as aligned.
+    /// Staging area for pages that are being compared: of the size and alignment of a huge page.
     pub(super) staging: Mapping,
     pub(super) scratch: Scratch,
     /// Kept open: a monitor may have no access to /proc later on.
@@ -32,7 +32,7 @@ pub struct Merging {
 }
 
 impl Merging {
-    /// For memory of these regions.
+    /// Creates the resources for memory of these regions.
     ///
     /// # Errors
     /// [`MergeUnavailable`]
@@ -74,14 +74,14 @@ impl Merging {
         })
     }
 
-    /// As [`watch_writes`](Self::watch_writes), later on.
+    /// As [`watch_writes`](Self::watch_writes), for memory that was watched before.
     pub(super) fn watch_writes_again(&self, address: usize, size_bytes: usize) -> io::Result<()> {
         // SAFETY: an access to memory that is watched for writes only never blocks.
         unsafe { self.uffd.watch(address, size_bytes, Watch::Writes) }
     }
 
-    /// Whether `may` says so; if not, and if it may be for VMAs that have gone since they were
-    /// counted, the real ones are read and it is asked again.
+    /// Whether `may` permits; if not, and if the cause may be VMAs that have disappeared since they
+    /// were counted, the actual ones are read and `may` is called again.
     pub(super) fn may(
         &self,
         regions: &[Region],
@@ -102,18 +102,18 @@ impl Merging {
         may(extents)
     }
 
-    /// Takes the right to merge; false if another session has it.
+    /// Acquires the right to merge; returns false if another session has it.
     pub(super) fn take(&self) -> bool {
-        // Acquire: what the last one did with the staging area is done.
+        // Acquire: the former session's use of the staging area is complete.
         !self.in_use.swap(true, Ordering::Acquire)
     }
 
-    /// Gives it back.
+    /// Releases the right to merge.
     pub(super) fn give_back(&self) {
         self.in_use.store(false, Ordering::Release);
     }
 
-    /// Where a page is while it is away from the guest: at the same place within a huge page.
+    /// Address of a page while it is moved away: at the same offset within a huge page.
     pub(super) fn staging_address(&self, page: Pfn) -> usize {
         self.staging.address() + (page.0 % HUGE_PAGE_SIZE_PAGES * PAGE_SIZE_BYTES) as usize
     }

@@ -1,8 +1,8 @@
-//! On which NUMA nodes pages are.
+//! NUMA nodes of pages.
 //!
-//! The kernel tells the node of what is mapped at an address (move_pages(2)). A merged page that
-//! nobody has read since has nothing mapped in its place, but the stable page behind it is
-//! somewhere all the same; so it is asked for where the stable file is mapped to be read.
+//! The kernel reports the node of the page mapped at an address (move_pages(2)). A merged page that
+//! has not been read since has nothing mapped in its place, but its stable page is on some node all
+//! the same; so the kernel is queried at the address where the stable file is mapped for reading.
 
 use std::io;
 use std::ptr;
@@ -14,24 +14,24 @@ use super::session::{MergeError, MergeSession, kernel};
 use super::stable::Segment;
 use crate::GuestRange;
 
-/// What a page's address is, to be asked about.
+/// Addresses at which pages are queried.
 #[derive(Debug, Default)]
 struct Places {
-    /// One for each page; 0, where nothing is mapped, for what is no guest memory.
+    /// One for each page; 0, where nothing is mapped, for pages that are not guest memory.
     addresses: Vec<usize>,
-    /// Which of them are of stable pages.
+    /// Indexes of those that are stable pages.
     stable: Vec<usize>,
-    /// The files that these are mapped from, which stay mapped for so long.
+    /// The files from which these are mapped; they stay mapped meanwhile.
     segments: Vec<Arc<Segment>>,
 }
 
 impl MergeSession {
-    /// Appends each page's NUMA node, of a merged page that of its stable page; `None` if it has
-    /// none, or is none of the guest's. Where there is only one node, that is what all pages are
-    /// told to be on, whether or not they are there.
+    /// Appends each page's NUMA node, for a merged page that of its stable page; `None` if it has
+    /// none, or is not guest memory. If there is only one node, it is reported for all pages,
+    /// whether or not they are present.
     ///
     /// # Errors
-    /// [`MergeError::Kernel`] if the kernel does not tell.
+    /// [`MergeError::Kernel`] if the kernel refuses the query.
     pub fn nodes(&mut self, pages: &[Pfn], nodes: &mut Vec<Option<u32>>) -> Result<(), MergeError> {
         if let Some(node) = self.only_node {
             let is_ours = |page: &Pfn| self.ram.host_address(GuestRange::new(*page, 1)).is_some();
@@ -41,7 +41,7 @@ impl MergeSession {
         self.ask_nodes(pages, nodes)
     }
 
-    /// As [`nodes`](Self::nodes), on any number of them.
+    /// As [`nodes`](Self::nodes), with any number of nodes.
     fn ask_nodes(&self, pages: &[Pfn], nodes: &mut Vec<Option<u32>>) -> Result<(), MergeError> {
         let failed = |source| {
             let start = pages.first().copied().unwrap_or_default();
@@ -49,8 +49,8 @@ impl MergeSession {
         };
         let places = self.places(pages);
         let mut told = nodes_at(&places.addresses).map_err(failed)?;
-        // Pages of a file can be taken out of the page tables at any time; reading one brings it
-        // back.
+        // Pages of a file can be removed from the page tables at any time; reading one maps it
+        // again.
         let missing: Vec<usize> =
             places.stable.iter().copied().filter(|index| told[*index].is_none()).collect();
         if !missing.is_empty() {
@@ -58,8 +58,7 @@ impl MergeSession {
                 missing.iter().map(|index| places.addresses[*index]).collect();
             for address in &addresses {
                 // SAFETY: a page of a segment, which `places` keeps mapped, whose file cannot
-                // become shorter. It may be written to meanwhile: nothing is done with what is
-                // read.
+                // become shorter. It may be written to concurrently: the value read is not used.
                 unsafe { ptr::read_volatile(*address as *const u8) };
             }
             let again = nodes_at(&addresses).map_err(failed)?;
@@ -69,11 +68,11 @@ impl MergeSession {
         Ok(())
     }
 
-    /// Where to ask for pages.
+    /// Addresses for querying pages.
     fn places(&self, pages: &[Pfn]) -> Places {
         let mut places = Places::default();
         let overlaid = self.ram.lock_overlay();
-        // Neighbours are mostly of one segment.
+        // Neighbours mostly belong to one segment.
         let mut last: Option<(u32, Option<Arc<Segment>>)> = None;
         for (index, page) in pages.iter().enumerate() {
             let own = self.ram.host_address(GuestRange::new(*page, 1)).unwrap_or(0);
@@ -95,11 +94,11 @@ impl MergeSession {
     }
 }
 
-/// The node of what is mapped at each address; `None` where nothing is.
+/// The node of the page mapped at each address; `None` where none is.
 fn nodes_at(addresses: &[usize]) -> io::Result<Vec<Option<u32>>> {
     let mut nodes = vec![-1_i32; addresses.len()];
-    // SAFETY: without a list of nodes, move_pages moves nothing: it reads as many addresses as it
-    // is told, and writes as many states; both arrays live until it returns.
+    // SAFETY: without a list of nodes, move_pages moves nothing: it reads the given number of
+    // addresses, and writes as many states; both arrays live until it returns.
     let result = unsafe {
         libc::syscall(
             libc::SYS_move_pages,
@@ -167,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_merged_page_is_where_its_stable_page_is_whether_or_not_it_was_read() {
+    fn a_merged_page_has_the_node_of_its_stable_page_whether_or_not_it_was_read() {
         let Some((session, _stable)) = merged() else { return };
         let here = nodes_at(&[own_address(&session, 2)]).unwrap()[0];
         assert!(here.is_some());
@@ -178,12 +177,12 @@ mod tests {
     }
 
     #[test]
-    fn a_stable_page_that_is_not_in_the_page_tables_is_brought_there() {
+    fn a_stable_page_that_is_not_in_the_page_tables_is_mapped() {
         let Some((session, _stable)) = merged() else { return };
         let places = session.places(&[Pfn(0), Pfn(1), Pfn(2)]);
         assert_eq!(places.stable, [0, 1]);
         assert_eq!(places.addresses[2], own_address(&session, 2));
-        // SAFETY: two pages of a shared mapping of a file: they are taken out of the page tables,
+        // SAFETY: two pages of a shared mapping of a file: they are removed from the page tables,
         // and nothing is lost.
         unsafe { madvise(places.addresses[0] as *mut _, 2 * PAGE, Advice::LinuxDontNeed) }.unwrap();
         assert_eq!(nodes_at(&places.addresses[..2]).unwrap(), [None; 2]);
@@ -193,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_shares_no_more_is_asked_for_where_it_is() {
+    fn a_page_without_a_share_is_queried_at_its_own_address() {
         let Some((mut session, _stable)) = merged() else { return };
         session.unmerge(GuestRange::new(Pfn(0), 1), &mut Vec::new()).unwrap();
         let places = session.places(&[Pfn(0), Pfn(1)]);

@@ -1,24 +1,24 @@
-//! Giving merged pages that were written to anonymous memory again, so that they can be merged
+//! Replaces merged pages that were written to by anonymous memory, so that they can be merged
 //! again.
 //!
-//! The write has given such a page a copy of its own, in front of the stable page, within a mapping
+//! The write has made a private copy of such a page, in front of the stable page, within a mapping
 //! of the stable file. The kernel moves no pages of such mappings (Linux mm/userfaultfd.c,
 //! `validate_move_areas`), so it cannot be frozen and compared there. It is copied once more, into
-//! anonymous memory, which takes its place: from then on it is a page like any other.
+//! anonymous memory, which replaces it: from then on it is an ordinary page.
 //!
-//! What is written between copy and replacement must not get lost:
+//! Writes between copy and replacement must not be lost:
 //!
-//! - Processors, of the guest and of the monitor, wait: meanwhile the place is write-protected by a
-//!   userfaultfd whose protection is not resolved by the kernel, as when pages are
+//! - Processors, of the guest and of the monitor, block: meanwhile the place is write-protected by
+//!   a userfaultfd whose protection is not resolved by the kernel, as when pages are
 //!   [unmerged](super::unmerge). The replacement itself is one system call, and a write that was
-//!   refused before it finds the new page behind it.
+//!   blocked before it finds the new page after it.
 //! - The kernel's own writes for the guest go through the same page tables, or are notified of
 //!   the change (MMU notifiers).
-//! - A device that has pinned a page notices neither, and the kernel does not report what is
-//!   pinned. A monitor that lets a device pin memory must [inhibit
-//!   discards](crate::GuestRam::inhibit_discard), which would take pages away below the device in
-//!   the same way. So nothing is reanonymized while discards are inhibited, and a device that wants
-//!   to begin waits until the end of what is under way.
+//! - A device that has pinned a page is affected by neither, and the kernel does not report which
+//!   pages are pinned. A monitor that lets a device pin memory must [inhibit
+//!   discards](crate::GuestRam::inhibit_discard), which would remove pages under the device in the
+//!   same way. So nothing is reanonymized while discards are inhibited, and a new inhibitor waits
+//!   for the end of a replacement in progress.
 //! - Discards wait: they need the lock that is held here.
 
 use std::io;
@@ -36,7 +36,7 @@ use crate::discard::Piece;
 use crate::overlay::FileExtents;
 
 impl MergeSession {
-    /// Records what a look at `block` found, and reanonymizes copies that have waited for long
+    /// Records the result of scanning `block`, and reanonymizes copies that have waited for long
     /// enough.
     pub(super) fn tend_copies(&mut self, block: GuestRange, looks: &[PageLook]) {
         let number = block.start.huge_block();
@@ -63,8 +63,8 @@ impl MergeSession {
         }
     }
 
-    /// Brings those of `pages` back (ascending, and of one region) that still have copies in front
-    /// of stable pages. True if none is left.
+    /// Reanonymizes those of `pages` (ascending, and of one region) that still have copies in front
+    /// of stable pages. Returns true if none is left.
     fn reanonymize(&self, pages: &[Pfn]) -> bool {
         // Before the lock, as for a discard.
         let Some(_permission) = self.ram.discard_permission() else { return false };
@@ -92,7 +92,7 @@ impl MergeSession {
         let Some(piece) = self.ram.piece(range) else { return Ok(()) };
         #[cfg(feature = "testing")]
         if self.protection == Protection::No {
-            // SAFETY: not upheld: this is the control of a test, which counts the writes that get
+            // SAFETY: not upheld: this is the control of a test, which counts the writes that are
             // lost in its own memory.
             unsafe { self.put_copy(&piece) }?;
             overlaid.note_reanonymized(range);
@@ -105,14 +105,14 @@ impl MergeSession {
             .and_then(|()| waiting.protect(address, size_bytes))
             .and_then(|()| {
                 // SAFETY: the piece is guest memory that no processor writes to now, and that no
-                // device has pinned, or discards would be inhibited.
+                // device has pinned; otherwise discards would be inhibited.
                 unsafe { self.put_copy(&piece) }
             })
             .inspect(|()| overlaid.note_reanonymized(range));
-        must_succeed("pages that were to be reanonymized cannot be released", || {
+        must_succeed("pages being reanonymized cannot be released", || {
             waiting.forget(address, size_bytes)
         });
-        must_succeed("who waits for a page of the guest cannot be woken", || {
+        must_succeed("threads that wait for a guest page cannot be woken", || {
             waiting.wake(address, size_bytes)
         });
         result
@@ -121,15 +121,15 @@ impl MergeSession {
     /// Replaces `piece` by anonymous memory with the same content.
     ///
     /// # Errors
-    /// The kernel's; nothing has been replaced then.
+    /// The kernel's error; nothing has been replaced then.
     ///
     /// # Safety
     /// The piece must lie within the region that it names, its content must not change until this
-    /// returns, and what a device has pinned of it must not be written to any more.
+    /// returns, and a device must not write to pinned pages of it any more.
     unsafe fn put_copy(&self, piece: &Piece<'_>) -> io::Result<()> {
         let fill = |copy: *mut u8| {
             // SAFETY: both are memory of as many bytes, read and written through pointers only; the
-            // scratch area is no guest memory.
+            // scratch area is not guest memory.
             unsafe {
                 ptr::copy_nonoverlapping(
                     piece.address as *const u8,
@@ -139,7 +139,7 @@ impl MergeSession {
             };
             Ok(())
         };
-        // SAFETY: the copy is the piece's content, as the caller vouches.
+        // SAFETY: the copy is the piece's content, as the caller guarantees.
         unsafe { self.merging().scratch.put_copy(piece, fill) }
     }
 }

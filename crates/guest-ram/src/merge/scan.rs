@@ -1,4 +1,4 @@
-//! What the page tables say of guest memory: the ioctl `PAGEMAP_SCAN` (Linux 6.7,
+//! The page table state of guest memory: the ioctl `PAGEMAP_SCAN` (Linux 6.7,
 //! Documentation/admin-guide/mm/pagemap.rst).
 
 use std::fs::File;
@@ -35,7 +35,7 @@ struct Argument {
     return_mask: u64,
 }
 
-/// `struct page_region`: neighbouring pages of which the same is to be said.
+/// `struct page_region`: neighbouring pages with the same properties.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PageRun {
@@ -62,7 +62,7 @@ impl PageRun {
         self.categories & WRITTEN != 0
     }
 
-    /// Pages of a file, not of the process's own.
+    /// Pages of a file, not private to the process.
     pub(super) fn is_file(&self) -> bool {
         self.categories & FILE != 0
     }
@@ -83,20 +83,20 @@ impl PageRun {
     }
 }
 
-/// Which pages are asked for.
+/// Selection of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Question {
-    /// Pages in memory that are watched for writes, apart from huge ones and the page of zeros.
-    /// Those written to are protected against being written to unnoticed, in the same step. Pages
-    /// that are not there are never protected: the mark for it would look like content.
+    /// Pages in memory that are watched for writes, except huge ones and the page of zeros. Those
+    /// written to are write-protected in the same step. Absent pages are never protected: the
+    /// marker would look like content.
     Small,
     /// The same for huge pages.
     Huge,
-    /// Everything that has content, as it is.
+    /// Everything that has content, unchanged.
     Any,
 }
 
-/// Asks for pages.
+/// Queries pages.
 #[derive(Debug)]
 pub(super) struct PageScan {
     pagemap: File,
@@ -104,8 +104,8 @@ pub(super) struct PageScan {
 }
 
 impl PageScan {
-    /// Opens /proc/self/pagemap, and finds out whether it can be asked. At most `max_runs` runs are
-    /// found in one range.
+    /// Opens /proc/self/pagemap, and checks whether it supports queries. At most `max_runs` runs
+    /// are found in one range.
     pub(super) fn open(max_runs: usize) -> Result<Self, MergeUnavailable> {
         let path = "/proc/self/pagemap";
         let pagemap = File::open(path).map_err(|source| MergeUnavailable::Proc { path, source })?;
@@ -121,8 +121,8 @@ impl PageScan {
         }
     }
 
-    /// The pages between two addresses that `question` is about. The range must not have more of
-    /// them than `max_runs`.
+    /// The pages between two addresses that `question` selects. The range must not contain more
+    /// than `max_runs` runs of them.
     pub(super) fn ask(
         &mut self,
         address: usize,

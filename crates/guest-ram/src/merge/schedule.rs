@@ -1,37 +1,37 @@
-//! When a block is due for more than a look at its pages.
+//! Schedule of the actions on a block beyond scanning its pages.
 //!
 //! Copies are reanonymized for the place of a huge page as a whole, so that pages that are written
-//! to together are so together: when no more of them were written to for some looks, but not later
-//! than some more looks after the first one. VMAs are coalesced at random looks.
+//! to together are reanonymized together: when no more of them were written to for some scans, but
+//! at most some more scans after the first one. VMAs are coalesced at random scans.
 
 use std::collections::HashMap;
 
-/// Looks in a row that must not have found another page written to.
+/// Consecutive scans that must not have found another page written to.
 const QUIET_LOOKS: u8 = 2;
 
-/// Looks after which the copies are reanonymized in any case.
+/// Scans after which the copies are reanonymized in any case.
 const MOST_LOOKS: u8 = 8;
 
-/// Looks until the next try, where a copy could not be reanonymized.
+/// Scans until the next attempt, where a copy could not be reanonymized.
 const LOOKS_BETWEEN_TRIES: u8 = 16;
 
-/// Looks at a block of which one, on average, also looks for VMAs to coalesce.
+/// Average number of scans of a block per search for VMAs to coalesce.
 const LOOKS: u64 = 32;
 
 /// Whether writers block while pages are reanonymized.
 #[cfg(feature = "testing")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Protection {
-    /// As it must be.
+    /// As required.
     Yes,
-    /// Not at all, as a control for tests: writes get lost.
+    /// Not at all, as a control for tests: writes are lost.
     No,
 }
 
-/// What a look found of copies in the place of a huge page.
+/// Copies found by a scan in the place of a huge page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// Only such as were known.
+    /// Only known ones.
     Known,
     /// New ones, too.
     New,
@@ -43,36 +43,35 @@ struct Wait {
     left: u8,
 }
 
-/// How long copies have been there, by number of the huge page's place; places without copies have
-/// no entry.
+/// Age of copies, by number of the huge page's place; places without copies have no entry.
 #[derive(Debug, Default)]
 pub(super) struct Copies(HashMap<u64, Wait>);
 
 impl Copies {
-    /// Records what a look found; true if it is time to reanonymize the copies.
+    /// Records the result of a scan; returns true if the copies are due to be reanonymized.
     pub(super) fn is_due(&mut self, block: u64, found: Found) -> bool {
         let wait = self.0.entry(block).or_insert(Wait { quiet: 0, left: MOST_LOOKS });
         wait.quiet = if found == Found::New { 0 } else { wait.quiet.saturating_add(1) };
         wait.left = wait.left.saturating_sub(1);
-        // After a refusal nothing is due before the end of the time.
+        // After a refusal nothing is due before the end of the interval.
         wait.left == 0 || (wait.quiet >= QUIET_LOOKS && wait.left < MOST_LOOKS)
     }
 
-    /// Nothing is there any more.
+    /// Records that a place has no copies.
     pub(super) fn forget(&mut self, block: u64) {
-        // Most of the time there is nothing anywhere.
+        // Usually there are no copies at all.
         if !self.0.is_empty() {
             self.0.remove(&block);
         }
     }
 
-    /// A copy could not be reanonymized.
+    /// Postpones copies that could not be reanonymized.
     pub(super) fn try_later(&mut self, block: u64) {
         self.0.insert(block, Wait { quiet: 0, left: MOST_LOOKS + LOOKS_BETWEEN_TRIES });
     }
 }
 
-/// Picks one look of many at random: blocks are looked at in the same order in each pass.
+/// Picks one of many scans at random: blocks are scanned in the same order in each pass.
 #[derive(Debug)]
 pub(super) struct Sampler {
     random: u64,
@@ -84,7 +83,7 @@ impl Sampler {
         Self { random: seed | 1, looks: LOOKS }
     }
 
-    /// One in so many looks, on average.
+    /// Sets the average number of scans per pick.
     #[cfg(feature = "testing")]
     pub(super) fn set_looks(&mut self, looks: u64) {
         self.looks = looks.max(1);
@@ -108,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_are_due_when_no_more_of_them_come_up() {
+    fn copies_are_due_when_no_more_of_them_appear() {
         let mut copies = Copies::default();
         assert_eq!(
             looks(&mut copies, &[Found::New, Found::Known, Found::New, Found::Known, Found::Known]),
@@ -117,27 +116,27 @@ mod tests {
     }
 
     #[test]
-    fn a_place_that_is_written_to_again_and_again_is_due_nevertheless() {
+    fn a_place_that_is_written_to_repeatedly_is_due_nevertheless() {
         let mut copies = Copies::default();
         let due = looks(&mut copies, &[Found::New; MOST_LOOKS as usize]);
         assert_eq!(due.iter().position(|due| *due), Some(MOST_LOOKS as usize - 1));
     }
 
     #[test]
-    fn what_was_refused_is_tried_again_after_a_while() {
+    fn refused_copies_are_retried_after_a_while() {
         let mut copies = Copies::default();
         copies.try_later(7);
         let due = looks(&mut copies, &[Found::Known; 64]);
         let first = due.iter().position(|due| *due).unwrap();
         assert_eq!(first, usize::from(LOOKS_BETWEEN_TRIES));
-        // What has gone in the meantime starts anew.
+        // Copies that have disappeared in the meantime start anew.
         copies.forget(7);
         assert!(copies.0.is_empty());
         assert_eq!(looks(&mut copies, &[Found::New, Found::Known]), [false, false]);
     }
 
     #[test]
-    fn one_look_of_many_is_picked() {
+    fn one_of_many_scans_is_picked() {
         let mut sampler = Sampler::new(7);
         let count = (0..64 * LOOKS).filter(|_| sampler.is_next()).count();
         assert!((32..128).contains(&count), "{count}");

@@ -1,4 +1,4 @@
-//! Where memory is prepared that takes the place of guest memory with the same content.
+//! A scratch area for memory that replaces guest memory with the same content.
 
 use std::io;
 
@@ -18,7 +18,7 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
-    /// For pieces of these regions.
+    /// Creates an area for pieces of these regions.
     ///
     /// # Errors
     /// As for [`GuestRam::new`](crate::GuestRam::new).
@@ -35,44 +35,44 @@ impl Scratch {
     /// Empties the area and gives it the policies of `piece`'s region; returns its address.
     ///
     /// # Errors
-    /// The kernel's.
+    /// The kernel's error.
     pub(crate) fn empty_for(&self, piece: &Piece<'_>) -> io::Result<usize> {
         let template = &self.fresh.templates()[piece.region];
-        // SAFETY: the area is this value's own, and nothing relies on its content.
+        // SAFETY: the area belongs to this value, and nothing relies on its content.
         unsafe { template.copy_over(self.area.address(), piece.range.size_bytes() as usize) }?;
         Ok(self.area.address())
     }
 
-    /// Moves the pages of the area to the place of `piece`, of no more pages than a huge page, as
-    /// one mapping.
+    /// Moves the pages of the area to the place of `piece`, which has at most as many pages as a
+    /// huge page, as one mapping.
     ///
     /// # Errors
     /// The kernel's; nothing has been replaced then.
     ///
     /// # Safety
     /// The piece must lie within the region that it names, [`empty_for`](Self::empty_for) must have
-    /// been called for it, and the area must hold its content, which must not change until this
+    /// been called for it, and the area must contain its content, which must not change until this
     /// returns.
     pub(crate) unsafe fn put(&self, piece: &Piece<'_>) -> io::Result<()> {
-        // SAFETY: what is replaced has the same content as what replaces it, as the caller vouches.
+        // SAFETY: the replacement has the same content, as the caller guarantees.
         unsafe { self.area.copy_over(piece.address, piece.range.size_bytes() as usize) }
     }
 
-    /// Replaces `piece`, of no more pages than a huge page, by memory that `fill` writes to before.
+    /// Replaces `piece`, of at most a huge page's size, by memory that `fill` writes to before.
     ///
     /// # Errors
-    /// What `fill` answers, or the kernel; nothing has been replaced then.
+    /// The error of `fill` or of the kernel; nothing has been replaced then.
     ///
     /// # Safety
-    /// The piece must lie within the region that it names, and what `fill` writes must be its
-    /// content, until this returns.
+    /// The piece must lie within the region that it names, and `fill` must write its content, until
+    /// this returns.
     pub(crate) unsafe fn put_copy(
         &self,
         piece: &Piece<'_>,
         fill: impl FnOnce(*mut u8) -> io::Result<()>,
     ) -> io::Result<()> {
         fill(self.empty_for(piece)? as *mut u8)?;
-        // SAFETY: the area holds what `fill` has written, as the caller vouches.
+        // SAFETY: the area contains the data written by `fill`, as the caller guarantees.
         unsafe { self.put(piece) }
     }
 }

@@ -1,4 +1,4 @@
-//! Pages that are replaced together, and what can be done in one go of it.
+//! Pages that are replaced together, and the parts that are processed at once.
 
 use std::ops::Range;
 
@@ -6,49 +6,49 @@ use ebb_abi::Pfn;
 
 use crate::{GuestRange, StableSlot};
 
-/// Mappings that are made at a time: who waits for a page meanwhile waits for all of them.
+/// Mappings made at a time: a thread that waits for a page waits for all of them.
 const EXTENTS_AT_ONCE: usize = 64;
 
-/// What a page is to be replaced by.
+/// Replacement of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MergeTarget {
-    /// Nothing at all: it reads as zeros.
+    /// None: the page reads as zeros.
     Zero,
     /// The stable page in this slot.
     Slot(StableSlot),
 }
 
-/// What became of a page that was to be replaced.
+/// Outcome of replacing a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MergeOutcome {
-    /// The target is in its place. The page's memory is the host's again.
+    /// The target is in its place. The page's memory is freed.
     Done,
-    /// The contents differ: nothing was changed.
+    /// The contents differ: the page is unchanged.
     Different,
-    /// The page is pinned, or the kernel refuses to move it for now: nothing was changed.
+    /// The page is pinned, or the kernel refuses to move it for now: the page is unchanged.
     Busy,
-    /// Its run is too short for the mappings that are left: nothing was changed.
+    /// Its run is too short for the available mappings: the page is unchanged.
     NoMappings,
-    /// There is nothing to be replaced any more, or it cannot be replaced.
+    /// The page does not exist any more, or cannot be replaced.
     Gone,
 }
 
-/// A page on its way.
+/// Processing stage of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
     /// In its place, to be moved away.
     Candidate,
     /// Away, to be compared.
     Away,
-    /// Away, and the same as its target.
+    /// Away, and equal to its target.
     Same,
-    /// In its place, or replaced: nothing more is to be done.
+    /// In its place, or replaced: finished.
     Ended(MergeOutcome),
     /// Away, to be moved back with this outcome.
     Back(MergeOutcome),
 }
 
-/// A page that is to be replaced.
+/// A page to be replaced.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Item {
     pub(super) page: Pfn,
@@ -63,8 +63,8 @@ pub(super) fn span(pages: &[(Pfn, MergeTarget)]) -> Option<GuestRange> {
     Some(GuestRange::new(Pfn(first), last - first + 1))
 }
 
-/// How many of some pages of a block may be replaced at once. Pages that are neighbours stay
-/// together if that is not too many.
+/// Number of pages of a block that may be replaced at once. Neighbours stay together unless there
+/// are too many.
 pub(super) fn few_extents(pages: &[(Pfn, MergeTarget)]) -> usize {
     let mut extents = 0;
     for (index, pair) in pages.windows(2).enumerate() {
@@ -78,7 +78,7 @@ pub(super) fn few_extents(pages: &[(Pfn, MergeTarget)]) -> usize {
     pages.len()
 }
 
-/// The pages of an extent and their first slot; `None` if they are to be replaced by nothing.
+/// The pages of an extent and their first slot; `None` if they are replaced by nothing.
 pub(super) fn place(extent: &[Item]) -> Option<(GuestRange, StableSlot)> {
     let first = extent.first()?;
     match first.target {
@@ -92,7 +92,7 @@ pub(super) fn extents(items: &[Item], stage: Stage) -> Vec<Range<usize>> {
     ranges(items, |item| item.stage == stage, |left, right| are_followed(left.target, right.target))
 }
 
-/// Whether the targets of two neighbours are put in their places in one go.
+/// Whether the targets of two neighbours are mapped at once.
 pub(super) fn are_followed(left: MergeTarget, right: MergeTarget) -> bool {
     match (left, right) {
         (MergeTarget::Zero, MergeTarget::Zero) => true,
@@ -101,7 +101,7 @@ pub(super) fn are_followed(left: MergeTarget, right: MergeTarget) -> bool {
     }
 }
 
-/// Neighbouring pages of which `is_in` says yes, cut where `joins` says no.
+/// Neighbouring pages for which `is_in` holds, split where `joins` does not hold.
 pub(super) fn ranges(
     items: &[Item],
     is_in: impl Fn(&Item) -> bool,
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn many_mappings_are_made_in_parts_and_one_is_not_cut() {
+    fn many_mappings_are_made_in_parts_and_one_is_not_split() {
         let one = pages(0..512, |_| 7);
         assert_eq!(few_extents(&one), 512);
         let zeros: Vec<_> = (0..512).map(|number| (Pfn(number), MergeTarget::Zero)).collect();
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_are_cut_only_if_there_are_too_many() {
+    fn neighbours_are_split_only_if_there_are_too_many() {
         // Each with a slot that does not follow its neighbour's, in groups of five.
         let groups = pages((0..512).filter(|page| page % 6 != 0), |page| page as u32);
         let first = few_extents(&groups);
