@@ -1,4 +1,4 @@
-//! The thread that merges: what it learns of pages, and their content.
+//! A merging thread's access to pages: their states, and their content.
 
 use std::io;
 use std::ptr;
@@ -18,52 +18,52 @@ use crate::{GuestRam, GuestRange};
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// How much of the next page is fetched while one is worked on.
+/// Bytes of the next page that are prefetched during the processing of one.
 const PREFETCH_BYTES: usize = PAGE;
 
-/// What a look at a page found, without reading it.
+/// State of a page found by a scan, without reading it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageLook {
-    /// No content: the host holds nothing for it (it reads as zeros).
+    /// No content: the host holds no page for it (it reads as zeros).
     Absent,
-    /// The page may have been written to since the last look at it. It is tracked from now on: what
-    /// is read after this look is what it contains unless a later look reports `Written` again.
+    /// The page may have been written to since its last scan. It is tracked from now on: content
+    /// read after this scan is valid until a later scan reports `Written` again.
     Written,
-    /// Not written to since the last look.
+    /// Not written to since its last scan.
     Clean,
-    /// A stable page is mapped in its place, and it was not written to since.
+    /// A stable page is mapped in its place, and it has not been written to since.
     Merged,
-    /// A stable page was mapped in its place, but it has been written to since: it has a page of
-    /// its own again, and has given up its share of the stable page. Reported once; later looks
-    /// report `Copied` for a while, or `Written` or `Clean`.
+    /// A stable page was mapped in its place, but it has been written to since: it has a private
+    /// page again, and has released its share of the stable page. Reported once; later scans report
+    /// `Copied` for a while, or `Written` or `Clean`.
     Broken(StableSlot),
-    /// Part of a huge page, not written to since the last look. Splitting costs the guest speed, so
-    /// more is asked for.
+    /// Part of a huge page, not written to since its last scan. Splitting makes the guest slower,
+    /// so more conditions apply.
     HugeClean,
     /// Part of a huge page that may have been written to; tracked from now on.
     HugeWritten,
-    /// It was reported as `Broken` before and has a copy of its own in front of the stable page,
-    /// which is brought back to ordinary memory after a while. It cannot be merged until then.
+    /// It was reported as `Broken` before and has a private copy in front of the stable page, which
+    /// is reanonymized after a while. It cannot be merged until then.
     Copied,
     /// It cannot be merged: swapped out, mapped from a file, or excluded otherwise.
     Excluded,
 }
 
-/// Why memory could not be looked at or replaced.
+/// Reason why memory could not be scanned or replaced.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MergeError {
     /// The pages are not in one region of guest memory.
     #[error("{range} is not within one region of guest memory")]
     OutsideRam {
-        /// What was asked for.
+        /// The requested range.
         range: GuestRange,
     },
 
     /// The kernel refused.
     #[error("cannot {action} at {range}: {source}")]
     Kernel {
-        /// What was tried.
+        /// The failed action.
         action: &'static str,
         /// The pages.
         range: GuestRange,
@@ -72,7 +72,7 @@ pub enum MergeError {
     },
 }
 
-/// The right to merge the pages of a memory, which one thread has at a time.
+/// The right to merge the pages of a memory, held by one thread at a time.
 #[derive(Debug)]
 pub struct MergeSession {
     pub(super) ram: Arc<GuestRam>,
@@ -82,7 +82,7 @@ pub struct MergeSession {
     #[cfg(feature = "testing")]
     pub(super) protection: Protection,
     pub(super) sampler: Sampler,
-    /// Parts that could not be watched again, to be tried later.
+    /// Parts that could not be watched again, to be retried later.
     pub(super) unwatched: Vec<GuestRange>,
     /// Pages whose places in the staging area may not be empty.
     pub(super) staged: Option<GuestRange>,
@@ -93,11 +93,11 @@ pub struct MergeSession {
 }
 
 impl MergeSession {
-    /// Takes the right to merge the pages of `ram`. Opens a file in /proc.
+    /// Acquires the right to merge the pages of `ram`. Opens a file in /proc.
     ///
     /// # Errors
-    /// [`MergeUnavailable::NotEnabled`], [`MergeUnavailable::InUse`], or what
-    /// [`GuestRam::enable_merging`] answers.
+    /// [`MergeUnavailable::NotEnabled`], [`MergeUnavailable::InUse`], or the errors of
+    /// [`GuestRam::enable_merging`].
     pub fn new(ram: Arc<GuestRam>) -> Result<Self, MergeUnavailable> {
         let scan = PageScan::open(HUGE_PAGE_SIZE_PAGES as usize)?;
         let merging = ram.merging().ok_or(MergeUnavailable::NotEnabled)?;
@@ -125,8 +125,8 @@ impl MergeSession {
         &self.ram
     }
 
-    /// Looks at a block of at most 512 pages within one region, and fills `looks` with one entry
-    /// for each page. Reads at most a sample of huge pages.
+    /// Scans a block of at most 512 pages within one region, and fills `looks` with one entry for
+    /// each page. Reads at most a sample of huge pages.
     ///
     /// # Errors
     /// [`MergeError`]
@@ -163,7 +163,7 @@ impl MergeSession {
         self.look_at_others(block, address, &seen, looks, alone)
     }
 
-    /// Looks at those pages of a block that are not small pages of ordinary memory.
+    /// Scans the pages of a block that are not small pages of ordinary memory.
     fn look_at_others(
         &mut self,
         block: GuestRange,
@@ -174,7 +174,7 @@ impl MergeSession {
     ) -> Result<(), MergeError> {
         let found = self.scan.ask(address, block.size_bytes() as usize, Question::Any);
         let found =
-            found.map_err(|source| kernel("ask for the states of pages", block, source))?.to_vec();
+            found.map_err(|source| kernel("query the states of pages", block, source))?.to_vec();
         let mut has_huge = false;
         let mut copied = vec![false; looks.len()];
         for run in found {
@@ -209,7 +209,7 @@ impl MergeSession {
         Ok(())
     }
 
-    /// What is to be said of a huge page.
+    /// State to report for a huge page.
     fn look_at_huge(
         &mut self,
         block: GuestRange,
@@ -219,7 +219,7 @@ impl MergeSession {
         if block.pages != HUGE_PAGE_SIZE_PAGES
             || !block.start.0.is_multiple_of(HUGE_PAGE_SIZE_PAGES)
         {
-            // To protect a part would take it apart.
+            // Protecting a part would split it.
             return Ok(PageLook::Excluded);
         }
         if !written {
@@ -233,8 +233,8 @@ impl MergeSession {
         Ok(PageLook::HugeWritten)
     }
 
-    /// Puts right what was said of pages that a stable file is mapped for. `copied` are pages of
-    /// the block that have a page of their own.
+    /// Corrects the states of pages for which a stable file is mapped. `copied` are pages of the
+    /// block that have a private copy.
     fn look_at_merged(&mut self, block: GuestRange, copied: &[bool], looks: &mut [PageLook]) {
         let Some(mut overlaid) = self.ram.lock_overlay() else { return };
         let place = |page: Pfn| (page.0 - block.start.0) as usize;
@@ -259,7 +259,7 @@ impl MergeSession {
         }
     }
 
-    /// A block has no huge page.
+    /// Records that a block has no huge page.
     fn found_small(&mut self, block: GuestRange, address: usize, looks: &mut [PageLook]) {
         if !self.huge.found_small(block.start.huge_block()) {
             return;
@@ -275,7 +275,7 @@ impl MergeSession {
         }
     }
 
-    /// Has memory watched that came in place of other memory.
+    /// Watches memory that has replaced other memory.
     fn watch_again(&mut self, block: GuestRange) {
         let mut unwatched = std::mem::take(&mut self.unwatched);
         unwatched.retain(|range| !self.watch_range(*range));
@@ -288,7 +288,7 @@ impl MergeSession {
         }
     }
 
-    /// Has ordinary memory watched for writes.
+    /// Watches ordinary memory for writes.
     pub(super) fn watch_range(&self, range: GuestRange) -> bool {
         let Some(address) = self.ram.host_address(range) else { return true };
         let result = self.merging().watch_writes_again(address, range.size_bytes() as usize);
@@ -298,8 +298,8 @@ impl MergeSession {
         result.is_ok()
     }
 
-    /// Copies each of `pages` and calls `read` with the copy; `None` if it is not guest memory. A
-    /// page that is not there is read as zeros, and gets an entry in the page tables for it.
+    /// Copies each of `pages` and calls `read` with the copy; `None` if it is not guest memory. An
+    /// absent page is read as zeros, and gets an entry in the page tables.
     pub fn read_each(&self, pages: &[Pfn], mut read: impl FnMut(Option<&[u8; PAGE]>)) {
         let address = |page: &Pfn| self.ram.host_address(GuestRange::new(*page, 1));
         let mut copy = Aligned([0; PAGE]);
@@ -312,10 +312,10 @@ impl MergeSession {
                 continue;
             };
             // SAFETY: the page is guest memory, which is mapped as long as `self.ram` lives. The
-            // guest may write to it meanwhile, so it is copied before anybody looks at it; the two
-            // do not overlap.
+            // guest may write to it concurrently, so it is copied before it is used; the two do not
+            // overlap.
             unsafe { ptr::copy_nonoverlapping(this as *const u8, copy.0.as_mut_ptr(), PAGE) };
-            // While this one is worked on.
+            // During the processing of this one.
             if let Some(next) = next {
                 prefetch(next);
             }
@@ -323,11 +323,11 @@ impl MergeSession {
         }
     }
 
-    /// Gives every merged page of `range` memory of its own again, and appends the slots that lost
-    /// a share, once for each page. Who writes to such a page meanwhile waits for it.
+    /// Unmerges every merged page of `range`, and appends the slots that lost a share, once for
+    /// each page. A thread that writes to such a page meanwhile blocks.
     ///
     /// # Errors
-    /// [`MergeError::Kernel`] if the host has no memory for them. Those before have been unmerged
+    /// [`MergeError::Kernel`] if the host has no memory for them. Earlier pages have been unmerged
     /// then.
     pub fn unmerge(
         &mut self,
@@ -342,30 +342,30 @@ impl MergeSession {
         Ok(())
     }
 
-    /// The memory is about to go away: appends the slots that the pages of `range` share, which
-    /// share them no more.
+    /// Releases the shares of memory that is about to be unmapped: appends the slots that the pages
+    /// of `range` share.
     pub fn abandon(&mut self, range: GuestRange, released: &mut Vec<StableSlot>) {
         if let Some(mut overlaid) = self.ram.lock_overlay() {
             overlaid.note_unmerged(range, released);
         }
     }
 
-    /// Appends the slots whose shares discards have given up, once for each page.
+    /// Appends the slots whose shares discards have released, once for each page.
     pub fn take_released(&mut self, released: &mut Vec<StableSlot>) {
         if let Some(mut overlaid) = self.ram.lock_overlay() {
             overlaid.take_released(released);
         }
     }
 
-    /// What was prepared for merging: a session exists only when it was.
+    /// The resources for merging: a session exists only with them.
     pub(super) fn merging(&self) -> &Merging {
         match self.ram.merging() {
             Some(merging) => merging,
-            None => unreachable!("a session is made from it, and it is never taken away"),
+            None => unreachable!("a session is created from it, and it is never removed"),
         }
     }
 
-    /// Asks for runs of pages of a block: address, size in bytes, whether they were written to.
+    /// Queries runs of pages of a block: address, size in bytes, whether they were written to.
     fn ask(
         &mut self,
         block: GuestRange,
@@ -374,7 +374,7 @@ impl MergeSession {
         let address = self.address(block)?;
         let found = self.scan.ask(address, block.size_bytes() as usize, question);
         let found =
-            found.map_err(|source| kernel("ask which pages were written to", block, source))?;
+            found.map_err(|source| kernel("query which pages were written to", block, source))?;
         Ok(found.iter().map(|run| (run.address(), run.size_bytes(), run.is_written())).collect())
     }
 
@@ -397,8 +397,8 @@ impl Drop for MergeSession {
     }
 }
 
-/// Has the beginning of a page brought into the cache: the processor does by itself only what is in
-/// a page that it reads from already.
+/// Prefetches the beginning of a page into the cache: the processor by itself prefetches only
+/// within a page that it is already reading.
 fn prefetch(address: usize) {
     use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
     for offset in (0..PREFETCH_BYTES).step_by(64) {
@@ -407,16 +407,16 @@ fn prefetch(address: usize) {
     }
 }
 
-/// A page to copy to, aligned as the vector instructions like it.
+/// Buffer for a page, with the alignment that vector instructions prefer.
 #[repr(align(64))]
 struct Aligned([u8; PAGE]);
 
-/// An error with what was tried.
+/// An error with the failed action.
 pub(super) fn kernel(action: &'static str, range: GuestRange, source: io::Error) -> MergeError {
     MergeError::Kernel { action, range, source }
 }
 
-/// The number of the host's node that has memory, if it is the only one. Opens a file in /sys.
+/// Number of the host's node with memory, if there is only one. Opens a file in /sys.
 fn only_node() -> Option<u32> {
     // A list like "0-3,5" names more than one.
     std::fs::read_to_string("/sys/devices/system/node/has_memory").ok()?.trim().parse().ok()

@@ -1,13 +1,13 @@
-//! Stable pages: memory files whose pages are mapped, privately, in the place of guest pages with
-//! the same content.
+//! Stable pages: memory files whose pages are mapped, privately, in place of guest pages with the
+//! same content.
 //!
-//! A file is called a *segment* and one of its pages a *slot*. [`StableMemory`] makes the files and
-//! says which slots are in use; [`StableSegments`] is what a process that maps them needs: their
-//! descriptors, and mappings to compare with. Both are in one process, or in two if several
-//! machines share their stable pages through a third process.
+//! A file is called a *segment* and one of its pages a *slot*. [`StableMemory`] creates the files
+//! and allocates slots; [`StableSegments`] is for a process that maps them: their descriptors, and
+//! mappings to compare with. Both are in one process, or in two if several machines share their
+//! stable pages through a third process.
 //!
-//! A segment has all its pages on one NUMA node, if asked for, and can never be made shorter: no
-//! access to a mapping of it can fault for lack of file.
+//! All pages of a segment are on one NUMA node, if requested, and it can never be made shorter: no
+//! access to a mapping of it can fault beyond the file's end.
 
 mod free_slots;
 mod memory;
@@ -19,7 +19,7 @@ pub use memory::{Freed, StableMemory};
 pub(crate) use segments::Segment;
 pub use segments::StableSegments;
 
-/// The place of a stable page.
+/// Location of a stable page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StableSlot {
     /// Number of the segment.
@@ -35,20 +35,20 @@ impl StableSlot {
         Self { segment: self.segment, index: self.index + pages }
     }
 
-    /// Whether `other` is the page behind this one, so that both can be mapped in one go.
+    /// Whether `other` is the next page, so that both can be mapped at once.
     pub fn is_followed_by(self, other: Self) -> bool {
         self.segment == other.segment && self.index.checked_add(1) == Some(other.index)
     }
 }
 
-/// What can go wrong with stable pages.
+/// Errors of stable pages.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StableError {
-    /// A memory file could not be made.
+    /// A memory file could not be created.
     #[error("cannot {action} a memory file for stable pages: {source}")]
     Create {
-        /// The step that failed.
+        /// The failed step.
         action: &'static str,
         /// The system error.
         source: io::Error,
@@ -56,16 +56,17 @@ pub enum StableError {
 
     /// A memory file could not be bound to a node.
     #[error(
-        "cannot bind stable pages to host node {node}: {source}; `ls /sys/devices/system/node` lists the nodes"
+        "cannot bind stable pages to host node {node}: {source}; `ls /sys/devices/system/node` \
+         lists the nodes"
     )]
     BindNode {
-        /// The node asked for.
+        /// The requested node.
         node: u32,
         /// The system error.
         source: io::Error,
     },
 
-    /// A file could not be mapped to compare with.
+    /// A file could not be mapped for comparisons.
     #[error("cannot map segment {segment} of stable pages: {source}")]
     Map {
         /// Number of the segment.
@@ -74,24 +75,32 @@ pub enum StableError {
         source: io::Error,
     },
 
-    /// A file is not what a segment must be.
+    /// A file is not a valid segment.
     #[error("segment {segment} of stable pages cannot be used: {problem}")]
     Unfit {
         /// Number of the segment.
         segment: u32,
-        /// What was found, and what must be.
+        /// The actual and the required property.
         problem: String,
     },
 
     /// There is no such stable page.
-    #[error("there is no stable page in segment {segment} at {index}", segment = slot.segment, index = slot.index)]
+    #[error(
+        "there is no stable page in segment {segment} at {index}",
+        segment = slot.segment,
+        index = slot.index
+    )]
     NoSlot {
-        /// The slot asked for.
+        /// The requested slot.
         slot: StableSlot,
     },
 
     /// Content could not be written.
-    #[error("cannot write a stable page in segment {segment}: {source}; is there enough memory on its node?", segment = slot.segment)]
+    #[error(
+        "cannot write a stable page in segment {segment}: {source}; is there enough memory on its \
+         node?",
+        segment = slot.segment
+    )]
     Write {
         /// The first slot.
         slot: StableSlot,
@@ -101,7 +110,7 @@ pub enum StableError {
 }
 
 impl From<StableError> for io::Error {
-    /// Keeps the kind of the system's answer, if there is one.
+    /// Keeps the kind of the system error, if there is one.
     fn from(error: StableError) -> Self {
         let kind = match &error {
             StableError::Create { source, .. }

@@ -1,9 +1,8 @@
-//! Threads that write to memory, and know what they wrote, while its pages are merged again and
-//! again.
+//! Threads that write to memory, and check their writes, while its pages are merged repeatedly.
 //!
-//! For tests of this crate and of others, and for machines whose kernel is to be tried out. The
-//! control without a freeze shows that a write that is lost is noticed: it compares a page where it
-//! is and then replaces it, as if nobody could write in between.
+//! For tests of this crate and of others, and for trying out a machine's kernel. The control
+//! without a freeze shows that lost writes are detected: it compares a page in place and then
+//! replaces it, as if no thread could write in between.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,32 +20,31 @@ use crate::{Backing, GuestRam, GuestRange, HugePages, Populate, RamError, Region
 
 const WORDS: usize = PAGE_SIZE_BYTES as usize / 8;
 
-/// Contents that pages have when nobody has just changed them; the first is zeros.
+/// Contents of pages between single writes; the first is zeros.
 const PATTERNS: u64 = 5;
 
-/// Neighbouring slots for each content, so that neighbouring pages can be merged in one go.
+/// Neighbouring slots for each content, so that neighbouring pages can be merged at once.
 const SLOTS: u32 = 64;
 
 /// Whether pages are frozen while they are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Freeze {
-    /// As it must be.
+    /// As required.
     Yes,
     /// Not at all: writes will be lost.
     No,
-    /// While they are compared, but not while they are brought back to ordinary memory: writes will
-    /// be lost, too.
+    /// While they are compared, but not while they are reanonymized: writes will be lost, too.
     NotWhenBroughtBack,
 }
 
-/// What is to be done.
+/// Parameters of a stress test.
 #[derive(Clone, Copy, Debug)]
 pub struct Stress {
     /// Pages of memory.
     pub pages: u64,
     /// Threads that write.
     pub writers: usize,
-    /// Single writes of each of them.
+    /// Single writes of each thread.
     pub writes: u64,
     /// Whether pages are frozen.
     pub freeze: Freeze,
@@ -54,34 +52,34 @@ pub struct Stress {
     pub huge_pages: HugePages,
 }
 
-/// What came of it.
+/// Result of a stress test.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Single writes of all writers; pages that were filled do not count.
+    /// Single writes of all writers; filled pages do not count.
     pub writes: u64,
-    /// Words that did not hold what had been written.
+    /// Words that did not contain the written value.
     pub lost: u64,
     /// Pages that were merged.
     pub merged: u64,
     /// Pages that were replaced by nothing.
     pub zeros: u64,
-    /// Pages that turned out to be different when they were frozen.
+    /// Pages that were different when they were frozen.
     pub different: u64,
     /// Pages that could not be moved.
     pub busy: u64,
     /// Merged pages that were found to have been written to.
     pub broken: u64,
-    /// Pages that were brought back to ordinary memory after that.
+    /// Pages that were reanonymized after that.
     pub brought_back: u64,
     /// Of these, pages that were merged again.
     pub remerged: u64,
-    /// Mappings that were saved by putting neighbouring ones together.
+    /// Mappings that were saved by coalescing neighbouring ones.
     pub joined: u64,
     /// Pages that were discarded.
     pub discarded: u64,
 }
 
-/// Why the stress could not be run.
+/// Reason why the stress test could not be run.
 #[derive(Debug, thiserror::Error)]
 pub enum StressError {
     /// Merging is not possible here.
@@ -90,7 +88,7 @@ pub enum StressError {
     /// Merging failed.
     #[error(transparent)]
     Merge(#[from] MergeError),
-    /// Memory could not be had or discarded.
+    /// Memory could not be allocated or discarded.
     #[error(transparent)]
     Ram(#[from] RamError),
     /// Stable pages could not be made.
@@ -98,10 +96,10 @@ pub enum StressError {
     Stable(#[from] StableError),
 }
 
-/// Runs it.
+/// Runs the stress test.
 ///
 /// # Errors
-/// [`StressError`]; lost writes are no error but in the report.
+/// [`StressError`]; lost writes are not an error but part of the report.
 pub fn run(stress: &Stress) -> Result<Report, StressError> {
     let spec = RegionSpec {
         start: GuestAddress(0),
@@ -159,7 +157,7 @@ pub fn run(stress: &Stress) -> Result<Report, StressError> {
     })
 }
 
-/// What a word of a page with a pattern is.
+/// Value of a word of a page with a pattern.
 fn value(pattern: u64, word: usize) -> u64 {
     pattern.wrapping_mul(0x0101_0101_0101_0101) * u64::from(word.is_multiple_of(3))
 }
@@ -189,7 +187,7 @@ fn merge_all(
                             *word = u64::from_ne_bytes(*bytes);
                         }
                     });
-                    // Only what the first words say, so that some pages turn out to be different.
+                    // By the first words only, so that some pages are different.
                     let pattern = first_words[0] & 0xff;
                     let target = if pattern == 0 {
                         MergeTarget::Zero
@@ -224,8 +222,8 @@ fn merge_all(
 }
 
 impl MergeSession {
-    /// Replaces pages as it must not be done, as a control: nothing keeps them from changing
-    /// between comparison and mapping.
+    /// Replaces pages incorrectly, as a control: nothing keeps them from changing between
+    /// comparison and mapping.
     fn replace_without_freeze(
         &mut self,
         pages: &[(Pfn, MergeTarget)],
@@ -261,8 +259,8 @@ impl MergeSession {
         }
         outcomes.resize(pages.len(), MergeOutcome::Gone);
         for (page, slot, segment, piece) in same {
-            // SAFETY: none in earnest: this is the control, whose memory is that of a test that
-            // counts what gets lost.
+            // SAFETY: not upheld: this is the control, whose memory belongs to a test that counts
+            // lost writes.
             if unsafe { segment.map_over(slot.index, 1, piece.address, None) }.is_ok() {
                 overlaid.note_merged(GuestRange::new(page, 1), slot);
                 if let Some(index) = pages.iter().position(|(of, _)| *of == page) {
@@ -273,11 +271,11 @@ impl MergeSession {
     }
 }
 
-/// A thread that writes to pages of its own, and knows what they must contain.
+/// A thread that writes to its own pages, and knows their expected content.
 struct Writer<'a> {
     ram: &'a GuestRam,
     pages: Vec<Pfn>,
-    /// What each page must contain.
+    /// Expected content of each page.
     shadows: Vec<[u64; WORDS]>,
     /// The word of each page that is not the pattern's, with the pattern's value.
     changed: Vec<Option<(usize, u64)>>,
@@ -287,8 +285,8 @@ struct Writer<'a> {
 
 impl<'a> Writer<'a> {
     fn new(ram: &'a GuestRam, stress: &Stress, number: usize) -> Self {
-        // Runs of 32 pages, so that runs of merged pages are longer than one page and neighbours
-        // are another writer's.
+        // Runs of 32 pages, so that runs of merged pages are longer than one page and their
+        // neighbours belong to another writer.
         let own = |page: &u64| (page / 32) as usize % stress.writers == number;
         let pages: Vec<Pfn> = (0..stress.pages).filter(own).map(Pfn).collect();
         Self {
@@ -355,7 +353,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Counts a word that is not what it must be.
+    /// Counts a word with an unexpected value.
     fn check(&mut self, index: usize, word: usize) {
         let found = self.word(index, word).load(Ordering::Relaxed);
         if found != self.shadows[index][word] {
@@ -372,8 +370,8 @@ impl<'a> Writer<'a> {
     fn word(&self, index: usize, word: usize) -> &AtomicU64 {
         let address =
             self.ram.host_address(GuestRange::new(self.pages[index], 1)).unwrap_or_default();
-        // SAFETY: the word is guest memory of `self.ram`, aligned, and nobody accesses it other
-        // than with atomics; the kernel may replace the page, which is what is tried here.
+        // SAFETY: the word is guest memory of `self.ram`, aligned, and accessed only with atomics;
+        // the kernel may replace the page, which is what is tested here.
         unsafe { AtomicU64::from_ptr((address + word * 8) as *mut u64) }
     }
 

@@ -1,5 +1,4 @@
-//! Merging whatever is the same, at once and without any thought, for tests of what has to go well
-//! together with it.
+//! Merges all equal pages at once, for tests of features that must work together with merging.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -13,7 +12,7 @@ use crate::merge::{
 };
 use crate::{GuestRam, GuestRange, StableSlot};
 
-/// Pages that are looked at in one go.
+/// Pages scanned at a time.
 const BLOCK_PAGES: u64 = 512;
 
 /// Merges the pages of a memory.
@@ -47,12 +46,11 @@ impl TestMerger {
         })
     }
 
-    /// Replaces all pages of `range` that the host holds and that can be replaced by stable pages,
-    /// equal ones by the same one. Returns how many were. With pages of zeros there is nothing left
-    /// of them.
+    /// Replaces all populated pages of `range` that can be replaced by stable pages, equal ones by
+    /// the same one. Returns their number. Pages of zeros are discarded.
     ///
     /// # Errors
-    /// What the kernel refused.
+    /// The kernel's error.
     pub fn merge(&mut self, range: GuestRange) -> Result<u64, Box<dyn Error + Send + Sync>> {
         let mut done = 0;
         let parts: Vec<_> = self.session.ram().clip(range).collect();
@@ -105,7 +103,7 @@ impl TestMerger {
         Ok(done)
     }
 
-    /// Gives up the shares of pages that were discarded. Returns how many shares are left.
+    /// Releases the shares of pages that were discarded. Returns the number of remaining shares.
     pub fn release(&mut self) -> u64 {
         let mut released = Vec::new();
         self.session.take_released(&mut released);
@@ -115,10 +113,10 @@ impl TestMerger {
         self.shares.values().map(|(shares, _)| shares).sum()
     }
 
-    /// Gives all pages of `range` pages of their own again. Returns how many shares are left.
+    /// Unmerges all pages of `range`. Returns the number of remaining shares.
     ///
     /// # Errors
-    /// What the kernel refused.
+    /// The kernel's error.
     pub fn unmerge(&mut self, range: GuestRange) -> Result<u64, Box<dyn Error + Send + Sync>> {
         let mut released = Vec::new();
         self.session.unmerge(range, &mut released)?;
@@ -144,19 +142,17 @@ impl TestMerger {
     }
 }
 
-/// Takes a share away; a slot without shares is free for other content.
+/// Removes a share; a slot without shares is free for other content.
 ///
 /// # Panics
-/// If it has none: a share was given up twice.
+/// If it has none: a share was released twice.
 fn give_up(
     shares: &mut BTreeMap<StableSlot, (u64, Vec<u8>)>,
     slots: &mut BTreeMap<Vec<u8>, StableSlot>,
     stable: &mut StableMemory,
     slot: StableSlot,
 ) {
-    let Some((count, content)) = shares.get_mut(&slot) else {
-        panic!("nobody has a share of {slot:?}")
-    };
+    let Some((count, content)) = shares.get_mut(&slot) else { panic!("{slot:?} has no shares") };
     *count -= 1;
     if *count == 0 {
         slots.remove(content);

@@ -2,8 +2,8 @@
 //! pages away from the guest.
 //!
 //! Guest memory is registered for write protection that the kernel resolves by itself
-//! (`UFFD_FEATURE_WP_ASYNC`): a write makes the page count as written, without a fault to handle.
-//! Only while pages are away for a comparison their place is registered for missing pages too: an
+//! (`UFFD_FEATURE_WP_ASYNC`): a write marks the page as written, without a fault to handle. Only
+//! while pages are moved away for a comparison their place is also registered for missing pages: an
 //! access to it blocks until it is woken.
 
 use std::fs::File;
@@ -15,12 +15,12 @@ use rustix::io::Errno;
 
 use super::MergeUnavailable;
 
-/// What registered memory is watched for.
+/// Events for which registered memory is watched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Watch {
     /// Writes.
     Writes,
-    /// Writes, and accesses to pages that are not there: they wait.
+    /// Writes, and accesses to absent pages, which block.
     WritesAndMissing,
 }
 
@@ -45,7 +45,7 @@ const UFFDIO_COPY: libc::Ioctl = 0xc028_aa03;
 const UFFDIO_MOVE: libc::Ioctl = 0xc028_aa05;
 const UFFDIO_WRITEPROTECT: libc::Ioctl = 0xc018_aa06;
 
-/// How often what must succeed is tried, with a pause of a millisecond in between.
+/// Number of attempts of an action that must succeed, with a pause of a millisecond in between.
 const BACK_ATTEMPTS: u32 = 1000;
 
 /// `struct uffdio_api`
@@ -89,18 +89,18 @@ struct CopyPages {
     copied: i64,
 }
 
-/// `struct uffdio_move`: the destination first too.
+/// `struct uffdio_move`: the destination comes first, too.
 type MovePages = CopyPages;
 
 const _: () =
     assert!(size_of::<Api>() == 24 && size_of::<Register>() == 32 && size_of::<CopyPages>() == 40);
 
-/// How far a move came.
+/// Result of a move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Moved {
     /// Bytes that were moved.
     pub(super) bytes: usize,
-    /// Why it went no further.
+    /// Reason for its end.
     pub(super) stopped: Option<Errno>,
 }
 
@@ -109,13 +109,13 @@ pub(super) struct Moved {
 pub(super) struct Userfaultfd(OwnedFd);
 
 impl Userfaultfd {
-    /// Opens one that also catches the kernel's own accesses, and checks what it can.
+    /// Opens one that also catches the kernel's own accesses, and checks the features it can.
     pub(super) fn open() -> Result<Self, MergeUnavailable> {
         let missing = |feature, since| Err(MergeUnavailable::OldKernel { feature, since });
-        // The first question is what there is; a second one on the same descriptor is refused.
+        // The first call queries the features; a second one on the same descriptor is refused.
         let offered = match Self::handshake(&open()?, 0) {
             Ok(offered) => offered,
-            Err(error) => return Err(refused("ask for the features of userfaultfd", error)),
+            Err(error) => return Err(refused("query the features of userfaultfd", error)),
         };
         if offered & (FEATURE_WP_ASYNC | FEATURE_WP_UNPOPULATED)
             != FEATURE_WP_ASYNC | FEATURE_WP_UNPOPULATED
@@ -134,8 +134,8 @@ impl Userfaultfd {
         Ok(Self(descriptor))
     }
 
-    /// Opens one that lets writers wait: write protection that the kernel does not resolve, for
-    /// memory files too.
+    /// Opens one for which writers block: with write protection that the kernel does not resolve,
+    /// also for memory files.
     pub(super) fn open_waiting() -> Result<Self, MergeUnavailable> {
         let descriptor = open()?;
         Self::handshake(&descriptor, FEATURE_WP_SHMEM)
@@ -150,9 +150,9 @@ impl Userfaultfd {
         Ok(api.features)
     }
 
-    /// Watches `size_bytes` from `address` on, also if they were watched for less before. To be
-    /// watched for less they must be [forgotten](Self::forget) first (Linux mm/userfaultfd.c,
-    /// `userfaultfd_register_range`).
+    /// Watches `size_bytes` from `address` on, also if they were watched for fewer events before.
+    /// To be watched for fewer events they must be [forgotten](Self::forget) first (Linux
+    /// mm/userfaultfd.c, `userfaultfd_register_range`).
     ///
     /// # Safety
     /// For [`Watch::WritesAndMissing`], the caller must wake the threads that block.
@@ -172,8 +172,7 @@ impl Userfaultfd {
         unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_REGISTER, &raw mut register) }
     }
 
-    /// Watches memory no more, and wakes threads that block. Its pages count as written from now
-    /// on.
+    /// Stops watching memory, and wakes blocked threads. Its pages count as written from now on.
     pub(super) fn forget(&self, address: usize, size_bytes: usize) -> io::Result<()> {
         let mut range = range(address, size_bytes);
         // SAFETY: UFFDIO_UNREGISTER reads one `struct uffdio_range`. It changes no content of
@@ -193,13 +192,13 @@ impl Userfaultfd {
     ///
     /// # Safety
     /// Both must be mappings of anonymous memory to which no Rust reference exists, and the caller
-    /// must see to it that an access to the pages at `from` blocks until they are back.
+    /// must ensure that an access to the pages at `from` blocks until they are back.
     pub(super) unsafe fn move_pages(&self, from: usize, to: usize, size_bytes: usize) -> Moved {
-        // SAFETY: as for this function.
+        // SAFETY: guaranteed by the caller, as for this function.
         unsafe { self.move_with(DONT_WAKE, from, to, size_bytes) }
     }
 
-    /// As [`move_pages`](Self::move_pages), but pages that are missing are left out.
+    /// As [`move_pages`](Self::move_pages), but absent pages are skipped.
     ///
     /// # Safety
     /// As for [`move_pages`](Self::move_pages).
@@ -209,7 +208,7 @@ impl Userfaultfd {
         to: usize,
         size_bytes: usize,
     ) -> Moved {
-        // SAFETY: as for this function.
+        // SAFETY: guaranteed by the caller, as for this function.
         unsafe { self.move_with(DONT_WAKE | ALLOW_HOLES, from, to, size_bytes) }
     }
 
@@ -218,15 +217,15 @@ impl Userfaultfd {
     unsafe fn move_with(&self, mode: u64, from: usize, to: usize, size_bytes: usize) -> Moved {
         let mut pages =
             MovePages { dst: to as u64, src: from as u64, len: size_bytes as u64, mode, copied: 0 };
-        // SAFETY: UFFDIO_MOVE reads and writes one `struct uffdio_move`. The caller vouches for the
-        // memory.
+        // SAFETY: UFFDIO_MOVE reads and writes one `struct uffdio_move`. The caller guarantees the
+        // validity of the memory.
         let result = unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_MOVE, &raw mut pages) };
         let stopped =
             result.err().map(|error| Errno::from_io_error(&error).unwrap_or(Errno::INVAL));
         Moved { bytes: usize::try_from(pages.copied).unwrap_or(0), stopped }
     }
 
-    /// Copies one page to where there is none.
+    /// Copies one page to an absent one.
     ///
     /// # Safety
     /// `to` must be a watched page of guest memory, and `from` readable.
@@ -243,8 +242,8 @@ impl Userfaultfd {
             mode: DONT_WAKE,
             copied: 0,
         };
-        // SAFETY: UFFDIO_COPY reads and writes one `struct uffdio_copy`, and fills only what has no
-        // page.
+        // SAFETY: UFFDIO_COPY reads and writes one `struct uffdio_copy`, and fills only absent
+        // pages.
         unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_COPY, &raw mut pages) }
     }
 
@@ -256,7 +255,7 @@ impl Userfaultfd {
         unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut protect) }
     }
 
-    /// Takes the write protection off; the pages count as written from now on.
+    /// Removes the write protection; the pages count as written from now on.
     pub(super) fn unprotect(&self, address: usize, size_bytes: usize) -> io::Result<()> {
         let mut protect = WriteProtect { range: range(address, size_bytes), mode: 0 };
         // SAFETY: UFFDIO_WRITEPROTECT reads one `struct uffdio_writeprotect`. It changes no content
@@ -273,8 +272,8 @@ fn refused(action: &'static str, source: io::Error) -> MergeUnavailable {
     MergeUnavailable::Refused { action, source }
 }
 
-/// Opens a userfaultfd: by the device, whose file permissions say who may, or by the system call,
-/// which asks for a capability.
+/// Opens a userfaultfd: by the device, whose file permissions decide, or by the system call, which
+/// requires a capability.
 fn open() -> Result<OwnedFd, MergeUnavailable> {
     let device = match File::options().read(true).write(true).open("/dev/userfaultfd") {
         Ok(device) => match open_by_device(&device) {
@@ -284,7 +283,7 @@ fn open() -> Result<OwnedFd, MergeUnavailable> {
         Err(error) => error,
     };
     let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
-    // SAFETY: the call makes a new descriptor and touches no memory.
+    // SAFETY: the call creates a new descriptor and touches no memory.
     let result = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
     if result >= 0 {
         // SAFETY: the call has just returned this descriptor, which nothing else owns.
@@ -299,7 +298,7 @@ fn open() -> Result<OwnedFd, MergeUnavailable> {
 
 fn open_by_device(device: &File) -> io::Result<OwnedFd> {
     let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
-    // SAFETY: USERFAULTFD_IOC_NEW takes flags by value, makes a new descriptor and touches no
+    // SAFETY: USERFAULTFD_IOC_NEW takes flags by value, creates a new descriptor and touches no
     // memory.
     let result = unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) };
     if result < 0 {
@@ -309,13 +308,13 @@ fn open_by_device(device: &File) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 
-/// An ioctl with a structure, again if a signal came in between.
+/// Makes an ioctl with a structure; retries after a signal.
 ///
 /// # Safety
-/// `argument` must be what `request` takes, and the caller answers for what it does.
+/// `argument` must be valid for `request`, and the caller is responsible for the effect.
 unsafe fn ioctl<T>(descriptor: RawFd, request: libc::Ioctl, argument: *mut T) -> io::Result<()> {
     loop {
-        // SAFETY: the caller vouches for request and argument.
+        // SAFETY: the caller guarantees request and argument.
         if unsafe { libc::ioctl(descriptor, request, argument) } >= 0 {
             return Ok(());
         }
@@ -326,15 +325,16 @@ unsafe fn ioctl<T>(descriptor: RawFd, request: libc::Ioctl, argument: *mut T) ->
     }
 }
 
-/// Does what the guest cannot run on without; ends the process if it goes on failing.
+/// Performs an action without which the guest cannot continue; ends the process if it keeps
+/// failing.
 pub(super) fn must_succeed(what: &str, mut action: impl FnMut() -> io::Result<()>) {
     for _ in 0..BACK_ATTEMPTS {
         match action() {
             Ok(()) => return,
-            Err(error) => tracing::warn!("{what}: {error}; trying again"),
+            Err(error) => tracing::warn!("{what}: {error}; retrying"),
         }
         std::thread::sleep(Duration::from_millis(1));
     }
-    tracing::error!("{what}; the guest cannot run on without it");
+    tracing::error!("{what}; the guest cannot continue without it");
     std::process::abort();
 }

@@ -1,67 +1,70 @@
-//! Why memory cannot be merged here.
+//! Reasons why memory cannot be merged.
 
 use std::io;
 
 use crate::{Backing, RamError};
 
-/// Why the pages of a memory cannot be merged by the process that owns it. The memory itself is not
-/// affected.
+/// Reason why the pages of a memory cannot be merged by the process that owns it. The memory itself
+/// is not affected.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MergeUnavailable {
     /// The memory is of a kind that cannot be merged.
     #[error(
-        "{backing} cannot be merged: memory is shared with other processes, whose view a merge would not change, or comes \
-         from a pool of huge pages; use anonymous memory"
+        "{backing} cannot be merged: memory is shared with other processes, whose view a merge \
+         would not change, or comes from a pool of huge pages; use anonymous memory"
     )]
     Backing {
-        /// What backs the memory.
+        /// Backing of the memory.
         backing: Backing,
     },
 
     /// The process may not use userfaultfd for accesses by the kernel, which KVM's are.
     #[error(
-        "no permission for userfaultfd: /dev/userfaultfd: {device}; userfaultfd(2): {call}. Give the process access to \
-         /dev/userfaultfd or the capability CAP_SYS_PTRACE, or set vm.unprivileged_userfaultfd to 1"
+        "no permission for userfaultfd: /dev/userfaultfd: {device}; userfaultfd(2): {call}. Give \
+         the process access to /dev/userfaultfd or the capability CAP_SYS_PTRACE, or set \
+         vm.unprivileged_userfaultfd to 1"
     )]
     NoPermission {
-        /// What opening the device answered.
+        /// The error of opening the device.
         device: io::Error,
-        /// What the system call answered.
+        /// The error of the system call.
         call: io::Error,
     },
 
-    /// The kernel lacks userfaultfd, or what is needed of it.
+    /// The kernel lacks userfaultfd, or a required feature of it.
     #[error(
-        "this kernel has no {feature}; merging in the process that owns the memory needs Linux {since} or later"
+        "this kernel has no {feature}; merging in the process that owns the memory needs Linux \
+         {since} or later"
     )]
     OldKernel {
-        /// What is missing.
+        /// The missing feature.
         feature: &'static str,
-        /// Since when Linux has it.
+        /// The first version of Linux with it.
         since: &'static str,
     },
 
     /// The memory is locked.
     #[error(
-        "guest memory is locked (mlock): pages that must stay in memory cannot be merged; do not lock it"
+        "guest memory is locked (mlock): pages that must stay in memory cannot be merged; do not \
+         lock it"
     )]
     Locked,
 
     /// The process may have too few mappings.
     #[error(
-        "vm.max_map_count is {found}, and merging needs at least {needed}, since each run of merged pages is a mapping; \
-         raise it with sysctl"
+        "vm.max_map_count is {found}, and merging needs at least {needed}, since each run of \
+         merged pages is a mapping; raise it with sysctl"
     )]
     TooFewMappings {
-        /// What it is.
+        /// The actual value.
         found: u64,
-        /// What it must be.
+        /// The required value.
         needed: u64,
     },
 
     /// A file in /proc could not be read.
-    #[error("cannot open {path}: {source}; merging needs it to learn which pages were written to")]
+    #[error("cannot open {path}: {source}; merging needs it to track writes to pages")]
     Proc {
         /// The file.
         path: &'static str,
@@ -69,28 +72,28 @@ pub enum MergeUnavailable {
         source: io::Error,
     },
 
-    /// Something else was refused.
+    /// Another action was refused.
     #[error("cannot {action}: {source}")]
     Refused {
-        /// What was tried.
+        /// The failed action.
         action: &'static str,
         /// The system error.
         source: io::Error,
     },
 
-    /// The memory's own preparation for it failed.
+    /// The preparation of the memory failed.
     #[error(transparent)]
     Ram(#[from] RamError),
 
-    /// It was enabled before.
-    #[error("merging is enabled for this memory already")]
+    /// Merging was enabled before.
+    #[error("merging is already enabled for this memory")]
     Enabled,
 
-    /// It was not enabled.
+    /// Merging was not enabled.
     #[error("merging was not enabled for this memory")]
     NotEnabled,
 
-    /// Somebody merges already.
-    #[error("this memory is being merged by somebody else already")]
+    /// Another session merges this memory.
+    #[error("another session already merges this memory")]
     InUse,
 }

@@ -1,14 +1,14 @@
-//! Giving merged pages memory of their own again.
+//! Unmerges pages.
 //!
-//! A page that still shares its stable page is to have anonymous memory with the same content, so
-//! that it is like all other memory, and can be merged again. A copy is made elsewhere, and takes
-//! the page's place in one step. What the guest writes between copy and step must not get lost, so
-//! writes block meanwhile: for that while the stable mapping is registered with another
-//! userfaultfd, whose write protection is not resolved by the kernel. The faults are not handled;
-//! the threads that block are woken at the end.
+//! A page that still shares its stable page is given anonymous memory with the same content, so
+//! that it is ordinary memory, and can be merged again. A copy is made elsewhere, and replaces the
+//! page in one step. The guest's writes between copy and replacement must not be lost, so they
+//! block: meanwhile the stable mapping is registered with another userfaultfd, whose write
+//! protection is not resolved by the kernel. The faults are not handled; blocked threads are woken
+//! at the end.
 //!
-//! Devices that have pinned a page do not notice write protection. But a page that was pinned
-//! for writing was given a copy by the kernel before, and pages with copies stay where they are.
+//! Devices that have pinned a page are not affected by write protection. But the kernel made a
+//! private copy of a page that was pinned for writing before, and pages with copies stay in place.
 
 use std::io;
 
@@ -23,12 +23,12 @@ use crate::GuestRange;
 use crate::overlay::FileExtents;
 use crate::pagemap::PageState;
 
-/// How often pages are brought into memory to look at them.
+/// Number of attempts to bring pages into memory to examine them.
 const LOOKS: u32 = 8;
 
 impl MergeSession {
-    /// Gives all pages of `block`, of no more pages than a huge page, anonymous memory again that
-    /// hold shares. Those that were written to and have a copy keep it where it is.
+    /// Gives anonymous memory to all pages of `block`, of at most a huge page's size, that hold
+    /// shares. Pages that were written to keep their copy in place.
     pub(super) fn unmerge_block(
         &self,
         overlaid: &mut FileExtents,
@@ -38,7 +38,7 @@ impl MergeSession {
         let parts: Vec<_> = overlaid.shares(block).map(|(part, _)| part).collect();
         for part in parts {
             let result = self.unmerge_part(overlaid, part, released);
-            result.map_err(|error| kernel("give merged pages memory of their own", part, error))?;
+            result.map_err(|error| kernel("unmerge pages", part, error))?;
         }
         Ok(())
     }
@@ -60,13 +60,13 @@ impl MergeSession {
         must_succeed("a mapping of stable pages cannot be released", || {
             waiting.forget(address, size_bytes)
         });
-        must_succeed("who waits for a page of the guest cannot be woken", || {
+        must_succeed("threads that wait for a guest page cannot be woken", || {
             waiting.wake(address, size_bytes)
         });
         result
     }
 
-    /// Replaces what still shares stable pages, while writes block.
+    /// Replaces pages that still share stable pages, while writes block.
     fn replace_shares(
         &self,
         overlaid: &mut FileExtents,
@@ -82,8 +82,8 @@ impl MergeSession {
         for (share, first) in shares {
             let Some(piece) = self.ram.piece(share) else { continue };
             let fill = |content: *mut u8| {
-                // SAFETY: private memory of as many pages as the share has, which nobody else
-                // knows. It was just mapped: zeros.
+                // SAFETY: private memory of as many pages as the share has, which no other code
+                // uses. It was just mapped: zeros.
                 let content =
                     unsafe { std::slice::from_raw_parts_mut(content, share.size_bytes() as usize) };
                 for (index, page) in (0..).zip(content.chunks_mut(PAGE_SIZE_BYTES as usize)) {
@@ -94,7 +94,7 @@ impl MergeSession {
                 }
                 Ok(())
             };
-            // SAFETY: the piece is guest memory that nobody writes to, and what replaces it has the
+            // SAFETY: the piece is guest memory that is not written to, and its replacement has the
             // same content.
             unsafe { self.merging().scratch.put_copy(&piece, fill) }?;
             overlaid.note_moved_here(share, released);
@@ -110,7 +110,7 @@ impl MergeSession {
         for _ in 0..LOOKS {
             // Where nothing is mapped, the protection leaves a marker that looks like a copy in
             // swap space. SAFETY: the part is guest memory; populating it for reading changes no
-            // content. Reads do not wait.
+            // content. Reads do not block.
             let result = unsafe {
                 madvise(
                     piece.address as *mut _,
@@ -129,7 +129,7 @@ impl MergeSession {
         }
         Err(io::Error::new(
             io::ErrorKind::WouldBlock,
-            "the host takes pages away faster than they are looked at",
+            "the host reclaims pages faster than they can be examined",
         ))
     }
 }

@@ -1,4 +1,4 @@
-//! Which slots of a memory file are free, so that neighbours can be given out together.
+//! The free slots of a memory file, from which neighbours can be allocated together.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(super) struct FreeSlots {
     /// First slot of a run, and its length.
     runs: BTreeMap<u32, u32>,
-    /// The same as (length, first slot): the smallest run that fits is found at once.
+    /// The same as (length, first slot), to find the smallest run that fits at once.
     by_length: BTreeSet<(u32, u32)>,
     free: u32,
     size: u32,
@@ -32,7 +32,7 @@ impl FreeSlots {
         self.free == self.size
     }
 
-    /// Takes `count` neighbouring slots out of the smallest run that has as many; the first one.
+    /// Allocates `count` neighbouring slots from the smallest run that fits; returns the first one.
     pub(super) fn take(&mut self, count: u32) -> Option<u32> {
         let (length, start) = *self.by_length.range((count, 0)..).next()?;
         self.remove(start, length);
@@ -46,7 +46,7 @@ impl FreeSlots {
         self.by_length.last().map_or(0, |(length, _)| *length)
     }
 
-    /// Makes a slot free; false if it is free already, or is none.
+    /// Frees a slot; returns false if it is already free, or does not exist.
     pub(super) fn give_back(&mut self, slot: u32) -> bool {
         let before = self.runs.range(..=slot).next_back().map(|(start, length)| (*start, *length));
         if slot >= self.size || before.is_some_and(|(start, length)| slot < start + length) {
@@ -99,16 +99,17 @@ mod tests {
     }
 
     proptest! {
-        /// The model is one flag a slot.
+        /// The model is one flag per slot.
         #[test]
-        fn no_slot_is_given_out_twice_and_none_is_lost(
+        fn no_slot_is_allocated_twice_and_none_is_lost(
             steps in prop::collection::vec((any::<bool>(), 1..40_u32), 1..200),
         ) {
             let mut slots = FreeSlots::new(128);
             let mut in_use = [false; 128];
             for (take, number) in steps {
                 if take {
-                    let longest = in_use.chunk_by(PartialEq::eq).filter(|run| !run[0]).map(<[bool]>::len).max();
+                    let free_runs = in_use.chunk_by(PartialEq::eq).filter(|run| !run[0]);
+                    let longest = free_runs.map(<[bool]>::len).max();
                     prop_assert_eq!(slots.longest() as usize, longest.unwrap_or(0));
                     match slots.take(number) {
                         Some(first) => {
@@ -124,7 +125,8 @@ mod tests {
                         in_use[slot as usize] = false;
                     }
                 }
-                prop_assert_eq!(slots.free() as usize, in_use.iter().filter(|used| !**used).count());
+                let free = in_use.iter().filter(|used| !**used).count();
+                prop_assert_eq!(slots.free() as usize, free);
                 prop_assert_eq!(slots.is_all_free(), !in_use.contains(&true));
             }
         }

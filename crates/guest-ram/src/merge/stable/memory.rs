@@ -1,4 +1,4 @@
-//! Making stable pages.
+//! Creation of stable pages.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -21,39 +21,40 @@ use crate::resident::STABLE_FILE_NAME;
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// Pages of a segment of one's own: 1 GiB, of which only what is in use takes memory.
+/// Pages of a segment for this process only: 1 GiB, of which only slots in use take memory.
 const OWN_PAGES: u32 = 1 << 18;
 
 /// Pages of a sealed segment: 32 MiB. Its free slots keep their memory until all of it is free.
 const SEALED_PAGES: u32 = 1 << 13;
 
-/// A sealed segment's free slots are given out in pieces of at least this many rather than take a
-/// new segment.
+/// Minimum size of the pieces in which a sealed segment's free slots are allocated; below it, a new
+/// segment is created.
 const MIN_PIECE_PAGES: u32 = 16;
 
-/// Who maps the files.
+/// Users of the files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sharing {
     /// This process only.
     Own,
-    /// Other processes too, which get them for reading.
+    /// Also other processes, with read-only access.
     Sealed,
 }
 
-/// What became of a slot that was freed.
+/// Result of freeing a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Freed {
-    /// It keeps its memory until it is used again.
+    /// It keeps its memory until it is reused.
     Kept,
-    /// Its memory is the host's again.
+    /// Its memory was freed.
     Punched,
-    /// It was the last one in use of this segment, which is closed. Who maps it should forget it.
+    /// It was the last slot in use of this segment, which is closed. Processes that map it should
+    /// remove it.
     Segment(u32),
     /// It was not in use.
     Unknown,
 }
 
-/// The files of stable pages and which of their slots are in use.
+/// The files of stable pages and the allocation of their slots.
 #[derive(Debug)]
 pub struct StableMemory {
     sharing: Sharing,
@@ -72,17 +73,17 @@ struct OwnedSegment {
 }
 
 impl StableMemory {
-    /// For the machines of this process. Each segment made is added to `segments`.
+    /// For the machines of this process. Each created segment is added to `segments`.
     pub fn own(segments: Arc<StableSegments>) -> Self {
         Self::new(Sharing::Own, segments)
     }
 
-    /// For other processes: nobody who gets a segment's [`reader`](Self::reader) can change the
-    /// stable pages. The price is that the memory of a free slot cannot be given back alone, not
+    /// For other processes: a process that gets a segment's [`reader`](Self::reader) cannot change
+    /// the stable pages. The price is that the memory of a single free slot cannot be freed, not
     /// even by the owner (Linux mm/shmem.c, `shmem_fallocate`, refuses holes under
-    /// F_SEAL_FUTURE_WRITE): it waits to be used again.
+    /// F_SEAL_FUTURE_WRITE): it waits for reuse.
     ///
-    /// Each segment made is added to `segments`, for the owner's own comparisons.
+    /// Each created segment is added to `segments`, for the owner's own comparisons.
     pub fn sealed(segments: Arc<StableSegments>) -> Self {
         Self::new(Sharing::Sealed, segments)
     }
@@ -91,12 +92,12 @@ impl StableMemory {
         Self { sharing, shared_with, segments: BTreeMap::new(), next_segment: 0, in_use: 0 }
     }
 
-    /// Appends `pages` slots on `node`, neighbours as far as possible. They are to be
-    /// [written](Self::write) before anybody else hears of them.
+    /// Appends `pages` slots on `node`, neighbours as far as possible. They must be
+    /// [written](Self::write) before they are announced.
     ///
     /// # Errors
-    /// [`StableError::Create`], [`StableError::BindNode`], [`StableError::Map`]: a further segment
-    /// is needed and cannot be had. Then no slot was taken.
+    /// [`StableError::Create`], [`StableError::BindNode`], [`StableError::Map`]: another segment is
+    /// needed and cannot be created. Then no slot was allocated.
     pub fn allocate(
         &mut self,
         node: Option<u32>,
@@ -124,7 +125,7 @@ impl StableMemory {
         Ok(())
     }
 
-    /// Takes up to `pages` neighbours out of the segments there are.
+    /// Allocates up to `pages` neighbours from the existing segments.
     fn take(&mut self, node: Option<u32>, pages: u32) -> Option<(StableSlot, u32)> {
         let mut of_node = self.segments.iter_mut().filter(|(_, segment)| segment.node == node);
         let whole = of_node.find_map(|(&number, segment)| {
@@ -143,21 +144,21 @@ impl StableMemory {
             .map(|index| (StableSlot { segment: number, index }, count))
     }
 
-    /// Makes one more segment, and takes up to `pages` out of it.
+    /// Creates another segment, and allocates up to `pages` slots from it.
     fn grow(&mut self, node: Option<u32>, pages: u32) -> Result<(StableSlot, u32), StableError> {
         let number = self.next_segment;
         let mut segment = OwnedSegment::new(self.sharing, number, node)?;
         let count = pages.min(segment.slots.free());
         self.shared_with.add(number, segment.reader(self.sharing)?)?;
-        // A segment without a slot in use has as many neighbours as it is long.
+        // A segment without a slot in use has as many neighbours as slots.
         let index = segment.slots.take(count).unwrap_or_default();
         self.segments.insert(number, segment);
         self.next_segment = number.wrapping_add(1);
         Ok((StableSlot { segment: number, index }, count))
     }
 
-    /// Writes pages into neighbouring slots from `first` on, which must be allocated and known to
-    /// nobody else.
+    /// Writes pages into neighbouring slots from `first` on, which must be allocated and not
+    /// announced yet.
     ///
     /// # Errors
     /// [`StableError::NoSlot`]; [`StableError::Write`] if the host has no memory for them, possibly
@@ -182,8 +183,8 @@ impl StableMemory {
         written.map_err(|source| StableError::Write { slot: first, source })
     }
 
-    /// Gives back a slot that nobody maps any more or will map: its content changes when it is used
-    /// again.
+    /// Frees a slot that is not mapped and will not be mapped: its content changes when it is
+    /// reused.
     pub fn free(&mut self, slot: StableSlot) -> Freed {
         let Some(segment) = self.segments.get_mut(&slot.segment) else { return Freed::Unknown };
         if !segment.slots.give_back(slot.index) {
@@ -201,13 +202,13 @@ impl StableMemory {
         }
     }
 
-    /// The memory file of a segment for another process, and its number of pages; `None` if there is
-    /// no such segment. A sealed segment's file is open for reading only.
+    /// The memory file of a segment for another process, and its number of pages; `None` if there
+    /// is no such segment. A sealed segment's file is open for reading only.
     pub fn reader(&self, segment: u32) -> Option<(Arc<File>, u32)> {
         self.shared_with.file(segment)
     }
 
-    /// Copies a stable page, for which a slot must have been given out, into `content`.
+    /// Copies a stable page, whose slot must be allocated, into `content`.
     ///
     /// # Errors
     /// [`StableError::NoSlot`]
@@ -230,7 +231,7 @@ impl StableMemory {
         self.in_use
     }
 
-    /// Number of free slots that may have memory nevertheless.
+    /// Number of free slots that may still have memory.
     pub fn pages_kept(&self) -> u64 {
         match self.sharing {
             Sharing::Own => 0,
@@ -242,7 +243,7 @@ impl StableMemory {
 }
 
 impl Drop for StableMemory {
-    /// Nobody compares with stable pages of a store that is gone. What is mapped stays.
+    /// The stable pages of a dropped store are no longer compared with. Mappings stay.
     fn drop(&mut self) {
         for segment in self.segments.keys() {
             self.shared_with.remove(*segment);
@@ -263,7 +264,7 @@ impl OwnedSegment {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = File::from(memfd_create(STABLE_FILE_NAME, flags).map_err(create("create"))?);
         ftruncate(&file, size_bytes as u64).map_err(create("size"))?;
-        // Before the seal, which lets nobody make a mapping for writing any more.
+        // Before the seal, which forbids further mappings for writing.
         let mapping = FileMapping::new(&file, size_bytes, Access::Write)
             .map_err(|source| StableError::Map { segment: number, source })?;
         let mut seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
@@ -272,8 +273,8 @@ impl OwnedSegment {
         }
         fcntl_add_seals(&file, seals).map_err(create("seal"))?;
         if let Some(node) = node {
-            // The policy of a shared mapping is the file's: it holds for pages that are allocated
-            // by write(2) too.
+            // The policy of a shared mapping is the file's: it also holds for pages that are
+            // allocated by write(2).
             bind_to_node(mapping.address, size_bytes, node)
                 .map_err(|source| StableError::BindNode { node, source })?;
         }
@@ -285,11 +286,11 @@ impl OwnedSegment {
             Sharing::Own => self.file.try_clone(),
             Sharing::Sealed => File::open(format!("/proc/self/fd/{}", self.file.as_raw_fd())),
         };
-        copy.map_err(|source| StableError::Create { action: "open once more", source })
+        copy.map_err(|source| StableError::Create { action: "reopen", source })
     }
 
-    /// Takes the memory for a range. A page that is not there when a mapping is written to ends the
-    /// process (SIGBUS).
+    /// Reserves the memory for a range. A write to a mapping without a page would end the process
+    /// (SIGBUS).
     fn reserve(&self, offset: usize, size_bytes: usize) -> io::Result<()> {
         rustix::io::retry_on_intr(|| {
             fallocate(&self.file, FallocateFlags::KEEP_SIZE, offset as u64, size_bytes as u64)
@@ -299,8 +300,8 @@ impl OwnedSegment {
 
     fn write_through_mapping(&self, offset: usize, contents: &[u8]) {
         let address = (self.mapping.address + offset) as *mut u8;
-        // SAFETY: the caller has checked that the range lies within the mapping, which is this
-        // segment's own. Nobody relies on the content of a slot that is not yet given out, and no
+        // SAFETY: the caller has checked that the range lies within the mapping, which belongs to
+        // this segment. Nothing relies on the content of a slot that is not yet announced, and no
         // Rust reference to it exists.
         unsafe { ptr::copy_nonoverlapping(contents.as_ptr(), address, contents.len()) };
     }
@@ -311,7 +312,7 @@ impl OwnedSegment {
             Ok(()) => Freed::Punched,
             Err(error) => {
                 tracing::debug!(
-                    "a stable page that is not used any more keeps its memory: {}",
+                    "an unused stable page keeps its memory: {}",
                     io::Error::from(error)
                 );
                 Freed::Kept

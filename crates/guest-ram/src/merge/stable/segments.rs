@@ -1,4 +1,4 @@
-//! The files of stable pages, as a process that maps them sees them.
+//! The files of stable pages in a process that maps them.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -16,14 +16,15 @@ use crate::mapping::{abort_unless_mapped, bind_to_node};
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// Segments by number. Shared between those who add and remove segments and those who map them.
+/// Segments by number. Shared between threads that add and remove segments and threads that map
+/// them.
 #[derive(Debug, Default)]
 pub struct StableSegments {
     segments: RwLock<BTreeMap<u32, Arc<Segment>>>,
 }
 
 impl StableSegments {
-    /// None yet.
+    /// Creates an empty set.
     pub fn new() -> Arc<Self> {
         Arc::default()
     }
@@ -31,34 +32,34 @@ impl StableSegments {
     /// Adds a memory file as segment `segment`. It may be open for reading only.
     ///
     /// # Errors
-    /// [`StableError::Unfit`] if there is such a segment, or if the file's size is not a number of
-    /// pages or can be made less; [`StableError::Map`] if it cannot be mapped.
+    /// [`StableError::Unfit`] if the segment exists already, or if the file's size is not a number
+    /// of pages or can be reduced; [`StableError::Map`] if it cannot be mapped.
     pub fn add(&self, segment: u32, file: File) -> Result<(), StableError> {
         let new = Segment::new(segment, file)?;
         let mut segments = self.segments.write().unwrap_or_else(PoisonError::into_inner);
         if segments.contains_key(&segment) {
             return Err(StableError::Unfit {
                 segment,
-                problem: "there is one with this number already".into(),
+                problem: "a segment with this number exists already".into(),
             });
         }
         segments.insert(segment, Arc::new(new));
         Ok(())
     }
 
-    /// Forgets a segment; false if there was none. What is mapped of it in guest memory stays as it
-    /// is.
+    /// Removes a segment; returns false if there was none. Its mappings in guest memory are
+    /// unaffected.
     pub fn remove(&self, segment: u32) -> bool {
         self.segments.write().unwrap_or_else(PoisonError::into_inner).remove(&segment).is_some()
     }
 
     /// The memory file of a segment as it was added, for another process, and its number of pages;
-    /// `None` if it is not there.
+    /// `None` if there is no such segment.
     pub fn file(&self, segment: u32) -> Option<(Arc<File>, u32)> {
         self.get(segment).map(|segment| (Arc::clone(&segment.file), segment.pages))
     }
 
-    /// Copies a stable page, for which a slot must have been given out, into `content`.
+    /// Copies a stable page, whose slot must be allocated, into `content`.
     ///
     /// # Errors
     /// [`StableError::NoSlot`]
@@ -70,12 +71,12 @@ impl StableSegments {
         let segment = self.get(slot.segment).ok_or(StableError::NoSlot { slot })?;
         let address = segment.address(slot.index, 1).ok_or(StableError::NoSlot { slot })?;
         // SAFETY: the page is in the segment's mapping, which `segment` keeps alive. The buffer is
-        // as long, and the two cannot overlap since nobody else knows the mapping.
+        // as long, and the two cannot overlap since the mapping is private to this code.
         unsafe { ptr::copy_nonoverlapping(address as *const u8, content.as_mut_ptr(), PAGE) };
         Ok(())
     }
 
-    /// A segment, which stays mapped as long as the answer lives.
+    /// A segment, which stays mapped as long as the result lives.
     pub(crate) fn get(&self, segment: u32) -> Option<Arc<Segment>> {
         self.segments.read().unwrap_or_else(PoisonError::into_inner).get(&segment).cloned()
     }
@@ -88,7 +89,7 @@ pub(crate) struct Segment {
     pages: u32,
     mapping: FileMapping,
     /// Private mappings of the whole file that are never touched, with the policies of guest memory
-    /// that is bound to a node, or to none: a piece of one, put elsewhere, has them from the
+    /// that is bound to a node, or to none: a piece that is moved elsewhere has them from the
     /// beginning.
     templates: Mutex<BTreeMap<Option<u32>, FileMapping>>,
 }
@@ -97,36 +98,34 @@ impl Segment {
     fn new(segment: u32, file: File) -> Result<Self, StableError> {
         let unfit = |problem: String| StableError::Unfit { segment, problem };
         let size_bytes = fstat(&file).map_err(|error| unfit(error.to_string()))?.st_size as u64;
-        let seals = fcntl_get_seals(&file).map_err(|_| unfit("it is no memory file".into()))?;
+        let seals = fcntl_get_seals(&file).map_err(|_| unfit("it is not a memory file".into()))?;
         if !seals.contains(SealFlags::SHRINK) {
             return Err(unfit("it can be made shorter; a seal must forbid that".into()));
         }
         let pages = u32::try_from(size_bytes / PAGE_SIZE_BYTES)
             .ok()
             .filter(|pages| *pages > 0 && size_bytes.is_multiple_of(PAGE_SIZE_BYTES))
-            .ok_or_else(|| {
-                unfit(format!("{size_bytes} bytes are no number of pages that can be counted"))
-            })?;
+            .ok_or_else(|| unfit(format!("{size_bytes} bytes are not a valid number of pages")))?;
         let mapping = FileMapping::new(&file, size_bytes as usize, Access::Read)
             .map_err(|source| StableError::Map { segment, source })?;
         Ok(Self { file: Arc::new(file), pages, mapping, templates: Mutex::default() })
     }
 
-    /// Where `pages` slots from `index` on are mapped for reading; `None` if not all of them are in
-    /// the segment.
+    /// Address at which `pages` slots from `index` on are mapped for reading; `None` if not all of
+    /// them are in the segment.
     pub(crate) fn address(&self, index: u32, pages: u32) -> Option<usize> {
         let end = index.checked_add(pages)?;
         (end <= self.pages).then(|| self.mapping.address + index as usize * PAGE)
     }
 
-    /// Maps `pages` slots from `index` on privately over guest memory that is bound to `node`:
-    /// copies that writes to it make come from there.
+    /// Maps `pages` slots from `index` on privately over guest memory that is bound to `node`;
+    /// copies made by writes are allocated there.
     ///
     /// # Errors
-    /// What the kernel says; guest memory is as it was then. If it were lost, the process ends.
+    /// The kernel's error; guest memory is unchanged then. If it were lost, the process ends.
     ///
     /// # Safety
-    /// `address` must be guest memory of that length, and nobody may rely on its content.
+    /// `address` must be guest memory of that length, and nothing may rely on its content.
     pub(crate) unsafe fn map_over(
         &self,
         index: u32,
@@ -152,9 +151,9 @@ impl Segment {
         let (from, to) = (template.address + index as usize * PAGE, address as *mut _);
         let size_bytes = pages as usize * PAGE;
         let flags = MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP;
-        // SAFETY: MREMAP_DONTUNMAP leaves the template in place, of which the piece is a part as
-        // was checked. What it replaces is guest memory on whose content nobody relies, as the
-        // caller vouches.
+        // SAFETY: MREMAP_DONTUNMAP leaves the template in place, of which the piece is a part, as
+        // was checked. It replaces guest memory on whose content nothing relies, as the caller
+        // guarantees.
         let result = unsafe { mremap_fixed(from as *mut _, size_bytes, size_bytes, flags, to) };
         result.map(drop).map_err(|error| {
             abort_unless_mapped(to, size_bytes, error);
@@ -163,18 +162,18 @@ impl Segment {
     }
 }
 
-/// What a mapping is for.
+/// Purpose of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Access {
-    /// To read what is in the file.
+    /// Reading the file.
     Read,
-    /// To change the file.
+    /// Changing the file.
     Write,
-    /// To have copies of what is written to.
+    /// Making private copies on writes.
     Private,
 }
 
-/// A mapping of a whole file, whose size cannot become less; unmapped when dropped.
+/// A mapping of a whole file, whose size cannot be reduced; unmapped when dropped.
 #[derive(Debug)]
 pub(super) struct FileMapping {
     pub(super) address: usize,
@@ -203,8 +202,7 @@ impl FileMapping {
 
 impl Drop for FileMapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping owns this range, and nobody keeps an address of it longer than it
-        // lives.
+        // SAFETY: the mapping owns this range, and no address of it is kept longer than it lives.
         if let Err(error) = unsafe { munmap(self.address as *mut _, self.size_bytes) } {
             tracing::error!("cannot unmap stable pages at {:#x}: {error}", self.address);
         }

@@ -20,7 +20,7 @@ fn allocate(memory: &mut StableMemory, node: Option<u32>, pages: u32) -> Vec<Sta
 }
 
 #[test]
-fn neighbours_are_given_out_together_and_read_back() {
+fn neighbours_are_allocated_together_and_read_back() {
     for make in [StableMemory::own, StableMemory::sealed] {
         let segments = StableSegments::new();
         let mut memory = make(Arc::clone(&segments));
@@ -41,7 +41,7 @@ fn neighbours_are_given_out_together_and_read_back() {
 }
 
 #[test]
-fn a_freed_slot_of_ones_own_is_the_hosts_again_and_the_last_one_takes_the_segment_along() {
+fn a_freed_own_slot_frees_its_memory_and_the_last_one_closes_the_segment() {
     let segments = StableSegments::new();
     let mut memory = StableMemory::own(Arc::clone(&segments));
     let slots = allocate(&mut memory, None, 2);
@@ -58,18 +58,18 @@ fn a_freed_slot_of_ones_own_is_the_hosts_again_and_the_last_one_takes_the_segmen
 }
 
 #[test]
-fn nobody_else_can_change_a_sealed_segment() {
+fn other_processes_cannot_change_a_sealed_segment() {
     let mut memory = StableMemory::sealed(StableSegments::new());
     let slots = allocate(&mut memory, None, 1);
     memory.write(slots[0], &page(7)).unwrap();
     let (reader, pages) = memory.reader(slots[0].segment).unwrap();
     assert!(reader_refuses_changes(&reader));
-    // Somebody who opens it for writing in /proc gets no further.
+    // Opening it for writing in /proc does not help.
     let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&reader));
     let writer = File::options().read(true).write(true).open(path).unwrap();
     assert_eq!(writer.write_at(&page(8), 0).unwrap_err().raw_os_error(), Some(libc::EPERM));
     assert_eq!(writer.set_len(0).unwrap_err().raw_os_error(), Some(libc::EPERM));
-    // Another process uses it as it is.
+    // Another process uses it unchanged.
     let segments = StableSegments::new();
     segments.add(slots[0].segment, reader.try_clone().unwrap()).unwrap();
     assert_eq!(segments.file(slots[0].segment).map(|(_, pages)| pages), Some(pages));
@@ -103,7 +103,7 @@ fn free_slots_of_a_sealed_segment_are_used_before_another_one_is_made() {
 }
 
 #[test]
-fn each_node_has_segments_of_its_own() {
+fn each_node_has_its_own_segments() {
     let mut memory = StableMemory::own(StableSegments::new());
     let here = allocate(&mut memory, Some(0), 1);
     let anywhere = allocate(&mut memory, None, 1);
@@ -115,7 +115,7 @@ fn each_node_has_segments_of_its_own() {
 }
 
 #[test]
-fn what_could_become_shorter_or_is_none_of_ours_is_refused() {
+fn files_that_could_become_shorter_or_are_invalid_are_refused() {
     let segments = StableSegments::new();
     let unsealed = memfd_create("x", MemfdFlags::ALLOW_SEALING).unwrap();
     ftruncate(&unsealed, 4096).unwrap();
