@@ -1,4 +1,4 @@
-//! Memory whose pages are merged all the time, while others write to it, discard it and look at it.
+//! Memory whose pages are merged all the time, while others write to it, discard it and scan it.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -26,13 +26,13 @@ fn specs() -> [RegionSpec; 1] {
     [RegionSpec { start: GuestAddress(0), size_bytes: PAGES * PAGE, host_node: None }]
 }
 
-/// Memory and who merges it; `None` where that is impossible.
+/// Memory and its merger; `None` where merging is impossible.
 fn merging(ram: GuestRam) -> Option<(Arc<GuestRam>, TestMerger)> {
     let ram = Arc::new(ram);
     match TestMerger::new(&ram) {
         Ok(merger) => Some((ram, merger)),
         Err(error) => {
-            println!("nothing is merged here: {error}");
+            println!("not tested: {error}");
             None
         }
     }
@@ -46,7 +46,7 @@ fn with_huge_pages(huge_pages: HugePages) -> GuestRam {
     GuestRam::new(&specs(), Backing::Anonymous, huge_pages, Populate::Lazy).unwrap()
 }
 
-/// Whether all of a page holds this value, each word of it.
+/// Whether each word of a page has this value.
 fn holds(ram: &GuestRam, page: u64, value: u8) -> bool {
     let mut content = [0xff; PAGE as usize];
     ram.read_pages(range(page, 1), &mut content).unwrap();
@@ -64,11 +64,11 @@ impl Random {
     }
 }
 
-/// Two threads with pages of their own, here and there, which always know what these must hold, and
-/// one that merges all and now and then takes it apart again.
+/// Two threads with their own pages, which know the expected content of these, and one that merges
+/// all and occasionally unmerges it.
 fn live_while_merged(ram: &GuestRam, merger: &mut TestMerger, steps: u64) -> (u64, u64) {
     const THREADS: u64 = 2;
-    /// Pages in a row that belong to one thread.
+    /// Number of neighbouring pages of one thread.
     const ROW: u64 = 16;
     let discarded = AtomicU64::new(0);
     let mut merged = 0;
@@ -96,7 +96,7 @@ fn live_while_merged(ram: &GuestRam, merger: &mut TestMerger, steps: u64) -> (u6
                             discarded.fetch_add(pages, Ordering::Relaxed);
                             own.fill(0);
                         } else {
-                            // Few values, so that much is the same.
+                            // Few values, so that many pages are equal.
                             let value = random.below(4) as u8;
                             let content = vec![value; place.size_bytes() as usize];
                             ram.write_pages(place, &content).unwrap();
@@ -130,7 +130,7 @@ fn live_while_merged(ram: &GuestRam, merger: &mut TestMerger, steps: u64) -> (u6
 }
 
 #[test]
-fn a_page_is_what_was_written_or_zero_whoever_merges_and_discards_meanwhile() {
+fn a_page_is_as_written_or_zero_during_merges_and_discards() {
     let Some((ram, mut merger)) = merging(anonymous()) else { return };
     let (merged, discarded) = live_while_merged(&ram, &mut merger, 20_000);
     assert!(merged > 1000 && discarded > 20_000, "{merged} pages merged, {discarded} discarded");
@@ -140,12 +140,12 @@ fn a_page_is_what_was_written_or_zero_whoever_merges_and_discards_meanwhile() {
 }
 
 #[test]
-fn huge_pages_are_taken_apart_and_come_back_while_pages_are_merged() {
+fn huge_pages_are_split_and_rebuilt_while_pages_are_merged() {
     let ram = with_huge_pages(HugePages::On).with_single_discards();
     let Some((ram, mut merger)) = merging(ram) else { return };
     let (merged, discarded) = live_while_merged(&ram, &mut merger, 3000);
     assert!(merged > 100 && discarded > 3000, "{merged} pages merged, {discarded} discarded");
-    // All of it new, in huge pages where the host has some, and all the same.
+    // All of it new, in huge pages where available, and all equal.
     for round in 1..4_u8 {
         ram.discard(&[range(0, PAGES)]).unwrap();
         ram.write_pages(range(0, PAGES), &vec![round; (PAGES * PAGE) as usize]).unwrap();
@@ -170,7 +170,7 @@ fn restored_memory_is_merged_while_its_file_is_replaced_page_by_page() {
 }
 
 #[test]
-fn a_snapshot_of_merged_memory_is_that_of_the_same_memory_unmerged() {
+fn a_snapshot_of_merged_memory_equals_that_of_the_same_memory_unmerged() {
     let Some((ram, mut merger)) = merging(anonymous()) else { return };
     for page in 0..PAGES / 2 {
         let content = [(page / 3 % 100) as u8 + 1; PAGE as usize];
@@ -190,7 +190,7 @@ fn a_snapshot_of_merged_memory_is_that_of_the_same_memory_unmerged() {
     let mut held = Vec::new();
     ram.populated_ranges(range(0, PAGES), &mut held).unwrap();
     assert_eq!(held.len() as u64, PAGES / 2);
-    // Nothing of it is touched and zero.
+    // None of it has been touched and is zero.
     assert_eq!(ram.discard_zeros(range(0, PAGES)).unwrap().returned_bytes, 0);
     assert_eq!(merger.release(), PAGES / 2);
 
@@ -214,17 +214,17 @@ impl Drop for End<'_> {
 }
 
 #[test]
-fn pages_that_are_away_to_be_compared_are_not_overlooked() {
+fn pages_moved_away_for_comparison_are_not_overlooked() {
     let ram = Arc::new(anonymous());
     let segments = StableSegments::new();
     let mut stable = StableMemory::own(Arc::clone(&segments));
     if let Err(error) = ram.enable_merging(segments) {
-        println!("nothing is merged here: {error}");
+        println!("not tested: {error}");
         return;
     }
     let mut session = MergeSession::new(Arc::clone(&ram)).unwrap();
     ram.write_pages(range(0, 512), &vec![1; 512 * PAGE as usize]).unwrap();
-    // Other content, so that all pages go away and come back each time.
+    // Other content, so that all pages are moved away and back each time.
     let mut slots = Vec::new();
     stable.allocate(None, 1, &mut slots).unwrap();
     stable.write(slots[0], &[2; PAGE as usize]).unwrap();
@@ -243,12 +243,12 @@ fn pages_that_are_away_to_be_compared_are_not_overlooked() {
         let mut held = Vec::new();
         let mut random = Random(3);
         for look in 0..2000 {
-            // At any moment, not only at the one at which the other one has just ended.
+            // At any moment, not only when the other thread has just finished.
             (0..random.below(5000)).for_each(|_| std::hint::spin_loop());
             held.clear();
             ram.populated_ranges(range(0, PAGES), &mut held).unwrap();
             assert_eq!(held, [range(0, 512)], "look {look}");
-            // A failure of the other one shows when it is joined.
+            // A failure of the other thread surfaces when it is joined.
             if merger.is_finished() {
                 break;
             }
@@ -264,7 +264,7 @@ fn pages_that_are_away_to_be_compared_are_not_overlooked() {
 }
 
 #[test]
-fn pages_that_a_discard_has_brought_are_merged_again() {
+fn pages_from_a_discard_are_merged_again() {
     let Some((ram, mut merger)) = merging(anonymous()) else { return };
     for round in 0..5_u8 {
         for page in 0..PAGES {
@@ -294,7 +294,7 @@ fn unmerged_pages_are_like_all_others_and_merged_again() {
         assert_eq!((ram.resident_bytes().unwrap(), ram.merged_bytes()), (PAGES * PAGE, 0));
         assert!((0..PAGES).all(|page| holds(&ram, page, value(page))));
     }
-    // Those with a copy of their own stay where they are, with what was written.
+    // Pages with a private copy stay in place, with their content.
     assert_eq!(merger.merge(range(0, PAGES)).unwrap(), PAGES);
     for page in (0..PAGES).step_by(10) {
         ram.write_pages(range(page, 1), &[200; PAGE as usize]).unwrap();
@@ -389,7 +389,7 @@ fn without_mappings_small_discards_are_deferred_and_nothing_is_merged() {
     if std::env::var_os(NO_MAPPINGS).is_some() {
         return in_a_process_without_mappings();
     }
-    // In a process of its own: there is nothing left for other tests meanwhile.
+    // In a separate process: other tests would have no mappings meanwhile.
     let name = "without_mappings_small_discards_are_deferred_and_nothing_is_merged";
     let output = std::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", name, "--test-threads=1", "--nocapture"])
@@ -416,7 +416,7 @@ fn in_a_process_without_mappings() {
     }
     .unwrap();
     let mut pages = (0..size_bytes).step_by(2 * PAGE as usize);
-    // SAFETY: the pages are the filler's, and nobody uses them.
+    // SAFETY: the pages belong to the filler, and are not used.
     let refused = pages.any(|offset| unsafe {
         mprotect(filler.wrapping_byte_add(offset), PAGE as usize, MprotectFlags::READ).is_err()
     });
@@ -431,7 +431,7 @@ fn in_a_process_without_mappings() {
     assert_eq!(outcome, 0);
     assert!((530..PAGES).all(|page| first(page) == page));
 
-    // SAFETY: the filler is not used any more.
+    // SAFETY: the filler is no longer used.
     unsafe { munmap(filler, size_bytes) }.unwrap();
     assert_eq!(ram.discard(&[range(100, 50), range(500, 30)]).unwrap().bytes, 80 * PAGE);
     assert!((100..150).all(|page| first(page) == 0));

@@ -1,4 +1,4 @@
-//! Saving guest memory and starting from it, compared with a plain model of memory.
+//! Saving and restoring guest memory, compared with a plain model of memory.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 
 const PAGE: u64 = 4096;
-/// Where memory lies in its file in these tests.
+/// Offset of the memory in its file in these tests.
 const FILE_OFFSET: u64 = 3 * PAGE;
 /// First pages and sizes in pages of the regions: two that adjoin, and one far away.
 const REGIONS: [(u64, u64); 3] = [(0, 300), (300, 200), (1 << 20, 524)];
@@ -25,7 +25,7 @@ fn specs() -> Vec<RegionSpec> {
     REGIONS.iter().map(spec).collect()
 }
 
-/// Guest page of a page counted over all regions.
+/// Guest page of a page index over all regions.
 fn pfn(index: usize) -> u64 {
     let mut rest = index as u64;
     for (start, pages) in REGIONS {
@@ -37,7 +37,7 @@ fn pfn(index: usize) -> u64 {
     panic!("page {index} is not in memory")
 }
 
-/// One byte a page: what its first and last bytes hold.
+/// The first and last byte of each page.
 type Model = Vec<u8>;
 
 fn write(ram: &GuestRam, model: &mut Model, index: usize, value: u8) {
@@ -87,20 +87,21 @@ enum Step {
         first: usize,
         pages: usize,
     },
-    /// Every other page, as a balloon in fragmented memory.
+    /// Every other page, like a balloon in fragmented memory.
     DiscardAlternate {
         first: usize,
         pages: usize,
     },
     Trim,
-    /// Saved, and gone on with what was restored.
+    /// Saves the memory, and continues with the restored one.
     SaveAndRestore,
 }
 
 fn step() -> impl Strategy<Value = Step> {
     let place = || (0..PAGES, 1..80_usize);
     prop_oneof![
-        8 => (place(), 0..4_u8).prop_map(|((first, pages), value)| Step::Write { first, pages, value }),
+        8 => (place(), 0..4_u8)
+            .prop_map(|((first, pages), value)| Step::Write { first, pages, value }),
         4 => place().prop_map(|(first, pages)| Step::Discard { first, pages }),
         1 => place().prop_map(|(first, pages)| Step::DiscardAlternate { first, pages }),
         1 => Just(Step::Trim),

@@ -12,7 +12,7 @@ fn range(start: u64, pages: u64) -> GuestRange {
 }
 
 pub fn log(guest: &Guest) -> DirtyBitmap<'_> {
-    // SAFETY: the guest has its memory in slots numbered by the regions' places, and drops its
+    // SAFETY: the guest has its memory in slots numbered by the regions' indexes, and drops its
     // machine before its memory.
     unsafe { DirtyBitmap::new(&guest.vm, &guest.ram) }.unwrap()
 }
@@ -24,15 +24,15 @@ fn found(guest: &Guest, log: &DirtyBitmap<'_>) -> Vec<u64> {
 }
 
 #[test]
-fn what_the_guest_writes_while_the_log_is_on_is_found() {
+fn writes_of_the_guest_while_the_log_is_on_are_found() {
     let Some(kvm) = kvm() else { return };
     let guest = Guest::new(&kvm, |_| ());
     assert_eq!(guest.write(10, 1, 5), Stop::Done);
     let mut log = log(&guest);
     log.enable().unwrap();
     assert!(found(&guest, &log).is_empty());
-    // Pages that had been written to before, pages that had not; the border between two slots; the
-    // last page.
+    // Pages that had been written to before, and others; the boundary between two slots; the last
+    // page.
     for (first, step, count) in [(12, 1, 3), (68, 1, 4), (4100, 64, 3), (6095, 1, 1)] {
         assert_eq!(guest.write(first, step, count), Stop::Done);
     }
@@ -52,7 +52,7 @@ fn pages_are_cleared_exactly() {
     log.clear(range(65, 8)).unwrap();
     let expected: Vec<u64> = (60..65).chain(73..80).collect();
     assert_eq!(found(&guest, &log), expected);
-    // A write behind the clearing is found.
+    // A write after clearing is found.
     assert_eq!(guest.write(66, 1, 1), Stop::Done);
     assert_eq!(found(&guest, &log), [60, 61, 62, 63, 64, 66, 73, 74, 75, 76, 77, 78, 79]);
     log.clear(range(0, 200)).unwrap();
@@ -60,15 +60,18 @@ fn pages_are_cleared_exactly() {
 }
 
 #[test]
-fn logging_that_was_off_starts_anew() {
+fn logging_starts_with_clean_pages() {
     let Some(kvm) = kvm() else { return };
     let guest = Guest::new(&kvm, |_| ());
     let mut log = log(&guest);
-    let off = |log: &DirtyBitmap<'_>| matches!(log.get(&mut guest.no_pages()), Err(DirtyLogError::Refused { source, .. }) if source.errno() == libc::ENOENT);
+    let off = |log: &DirtyBitmap<'_>| {
+        matches!(log.get(&mut guest.no_pages()), Err(DirtyLogError::Refused { source, .. })
+            if source.errno() == libc::ENOENT)
+    };
     assert!(off(&log));
     log.enable().unwrap();
     assert_eq!(guest.write(20, 1, 2), Stop::Done);
-    // Does not forget what was found.
+    // Pages found earlier are kept.
     log.enable().unwrap();
     assert_eq!(found(&guest, &log), [20, 21]);
     log.disable().unwrap();
@@ -115,7 +118,7 @@ fn any_range() -> impl Strategy<Value = GuestRange> {
 
 fn any_step() -> impl Strategy<Value = Step> {
     prop_oneof![
-        // Page 0 has the program, which no write may change.
+        // Page 0 contains the program, which no write may change.
         3 => any_range().prop_map(|range| {
             let first = range.start.0.max(1);
             Step::Write(first, range.end().0.saturating_sub(first))
@@ -129,7 +132,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn the_log_has_what_was_written_and_not_cleared(steps in prop::collection::vec(any_step(), 1..12)) {
+    fn the_log_contains_pages_written_and_not_cleared(
+        steps in prop::collection::vec(any_step(), 1..12),
+    ) {
         let Some(kvm) = kvm() else { return Ok(()) };
         let guest = Guest::new(&kvm, |_| ());
         let mut log = log(&guest);

@@ -1,4 +1,4 @@
-//! What a log is for: a copy of the memory that is right in the end, made while the guest goes on
+//! The purpose of a log: a copy of the memory that is right in the end, made while the guest keeps
 //! writing.
 
 use std::sync::mpsc::{TryRecvError, channel};
@@ -8,16 +8,16 @@ use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use ebb_guest_ram::{GuestRam, GuestRange, PageBitmap};
 use kvm_ioctls::VcpuFd;
 
-use crate::guest::{Guest, REGIONS, Stop, create_vcpu, go_on, kvm, prepare};
+use crate::guest::{Guest, REGIONS, Stop, create_vcpu, kvm, prepare, resume};
 use crate::ring::AT_ONCE;
 use crate::{bitmap, ring};
 
 /// Rounds in which the guest writes to each page.
 const ROUNDS: u32 = 30;
-/// Looks that must have found something, for the guest to have written while there was copying.
+/// Calls that must have found something, so that the guest has written during the copying.
 const LOOKS: u32 = 3;
 
-/// More stops with a full ring than it takes by far.
+/// Far more stops with a full ring than necessary.
 const MAX_STOPS: u32 = 100_000;
 
 /// A copy of the memory's last region.
@@ -35,7 +35,7 @@ impl<'a> Copy<'a> {
         copy
     }
 
-    /// Copies these pages anew.
+    /// Copies these pages again.
     fn renew(&mut self, pages: &PageBitmap) {
         for range in pages.ranges_in(self.region) {
             let first = ((range.start.0 - self.region.start.0) * PAGE_SIZE_BYTES) as usize;
@@ -44,7 +44,7 @@ impl<'a> Copy<'a> {
         }
     }
 
-    /// Pages that are not as in memory.
+    /// Pages that differ from memory.
     fn wrong_pages(&self) -> Vec<Pfn> {
         let mut content = vec![0; self.content.len()];
         self.ram.read_pages(self.region, &mut content).unwrap();
@@ -57,8 +57,8 @@ impl<'a> Copy<'a> {
     }
 }
 
-/// Renews a copy of what `look` finds, as long as the guest runs and once more. The guest writes to
-/// all pages `ROUNDS` times at least, and until some looks have found something.
+/// Copies the pages that `look` finds, as long as the guest runs and once more. The guest writes to
+/// all pages at least `ROUNDS` times, and until some calls have found something.
 fn follow(
     mut vcpu: VcpuFd,
     ram: &GuestRam,
@@ -71,13 +71,13 @@ fn follow(
         let (stopped, has_stopped) = channel::<()>();
         let (enough, is_enough) = channel::<()>();
         scope.spawn(move || {
-            // Dropped at the end, whatever it is.
+            // Dropped at the end, also on failure.
             let _stopped = stopped;
             let mut stops = 0;
             for round in 1.. {
                 for first in (first..first + pages).step_by(AT_ONCE as usize) {
                     prepare(&vcpu, first, 1, AT_ONCE, 1);
-                    while go_on(&mut vcpu) == Stop::RingFull {
+                    while resume(&mut vcpu) == Stop::RingFull {
                         stops += 1;
                         assert!(stops < MAX_STOPS, "the ring stays full");
                         ring_is_full();
@@ -133,7 +133,7 @@ fn with_rings_a_copy_is_right_in_the_end() {
     let vcpu = create_vcpu(&guest.vm, 1);
     log.add_vcpu(&vcpu).unwrap();
     ring::start(&guest, &log);
-    // Two of these may meet: what the other one has emptied counts as well.
+    // Calls of several threads may coincide: entries that another one has harvested count as well.
     let harvest = || {
         log.harvest(&guest.vm).unwrap();
     };

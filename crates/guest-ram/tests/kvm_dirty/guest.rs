@@ -21,7 +21,7 @@ pub const REGIONS: [(u64, u64); 3] = [(0, 70), (70, 130), (4096, 2000)];
 const CR0_PE: u64 = 1;
 /// Bit 1 of RFLAGS is always set.
 const RFLAGS_RESERVED: u64 = 1 << 1;
-/// `KVM_EXIT_DIRTY_RING_FULL`, which kvm-ioctls does not know.
+/// `KVM_EXIT_DIRTY_RING_FULL`, which kvm-ioctls lacks.
 const EXIT_DIRTY_RING_FULL: u32 = 31;
 
 /// A machine with one vCPU. Memory comes last, so that it is unmapped last.
@@ -31,14 +31,14 @@ pub struct Guest {
     pub ram: GuestRam,
 }
 
-/// Why the guest stopped.
+/// Reason of the guest's stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
     Done,
     RingFull,
 }
 
-/// KVM; `None`, with a message, where there is none.
+/// KVM; `None`, with a message, where it is missing.
 pub fn kvm() -> Option<Kvm> {
     if !std::path::Path::new("/dev/kvm").exists() {
         eprintln!("skipped: this machine has no /dev/kvm");
@@ -48,7 +48,7 @@ pub fn kvm() -> Option<Kvm> {
 }
 
 impl Guest {
-    /// `before_vcpu` sees the machine before its vCPU is made.
+    /// `before_vcpu` gets the machine before its vCPU is created.
     pub fn new(kvm: &Kvm, before_vcpu: impl FnOnce(&VmFd)) -> Self {
         let specs = REGIONS.map(|(first, pages)| RegionSpec {
             start: GuestAddress(first * PAGE_SIZE_BYTES),
@@ -75,17 +75,16 @@ impl Guest {
         Self { vcpu: RefCell::new(vcpu), vm, ram }
     }
 
-    /// Has the guest write to `count` pages from page `first` on, each `step` pages behind the one
-    /// before.
+    /// Makes the guest write to `count` pages from page `first` on, `step` pages apart.
     pub fn write(&self, first: u64, step: u64, count: u64) -> Stop {
         let mut vcpu = self.vcpu.borrow_mut();
         prepare(&vcpu, first, step, count, 1);
-        go_on(&mut vcpu)
+        resume(&mut vcpu)
     }
 
-    /// Has the guest go on after a stop.
-    pub fn go_on(&self) -> Stop {
-        go_on(&mut self.vcpu.borrow_mut())
+    /// Resumes the guest after a stop.
+    pub fn resume(&self) -> Stop {
+        resume(&mut self.vcpu.borrow_mut())
     }
 
     /// An empty set of the guest's pages.
@@ -94,7 +93,7 @@ impl Guest {
     }
 }
 
-/// A vCPU in 32-bit mode that sees all memory as it is.
+/// A vCPU in 32-bit mode with all memory mapped identically.
 pub fn create_vcpu(vm: &VmFd, number: u64) -> VcpuFd {
     let vcpu = vm.create_vcpu(number).unwrap();
     let mut registers = vcpu.get_sregs().unwrap();
@@ -115,8 +114,8 @@ pub fn create_vcpu(vm: &VmFd, number: u64) -> VcpuFd {
     vcpu
 }
 
-/// Prepares a vCPU to write to `count` pages from page `first` on, each `step` pages behind the one
-/// before, `rounds` times.
+/// Prepares a vCPU to write to `count` pages from page `first` on, `step` pages apart, `rounds`
+/// times.
 pub fn prepare(vcpu: &VcpuFd, first: u64, step: u64, count: u64, rounds: u64) {
     let registers = kvm_regs {
         rip: 0,
@@ -131,7 +130,7 @@ pub fn prepare(vcpu: &VcpuFd, first: u64, step: u64, count: u64, rounds: u64) {
 }
 
 /// Runs a vCPU until it stops.
-pub fn go_on(vcpu: &mut VcpuFd) -> Stop {
+pub fn resume(vcpu: &mut VcpuFd) -> Stop {
     match vcpu.run().unwrap() {
         VcpuExit::Hlt => Stop::Done,
         VcpuExit::Unsupported(EXIT_DIRTY_RING_FULL) => Stop::RingFull,

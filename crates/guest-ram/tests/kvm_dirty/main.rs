@@ -1,4 +1,4 @@
-//! KVM's logs of dirty pages with a guest that writes to pages it is told.
+//! KVM's logs of dirty pages with a guest that writes to given pages.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 

@@ -2,15 +2,15 @@ use ebb_guest_ram::kvm_dirty::{DirtyLogError, DirtyRing};
 
 use crate::guest::{Guest, Stop, kvm, numbers};
 
-/// More than a kernel keeps free for pages that a processor logs on its own (64, and 512 with page
-/// modification logging).
+/// More entries than a kernel reserves for pages that a processor logs by itself (64, and 512 with
+/// page modification logging).
 const ENTRIES: u32 = 1024;
 
-/// Pages written to in one go, fewer than the kernel keeps free at least. Some KVMs emulate several
-/// instructions before they look at the ring again.
+/// Pages written to at a time, fewer than the minimum that the kernel reserves. Some KVMs emulate
+/// several instructions before they check the ring again.
 pub const AT_ONCE: u64 = 50;
 
-/// A guest with rings; `None`, with a message, where there are none.
+/// A guest with rings; `None`, with a message, where they are missing.
 pub fn guest() -> Option<(Guest, DirtyRing)> {
     let kvm = kvm()?;
     let mut ring = None;
@@ -25,7 +25,7 @@ pub fn guest() -> Option<(Guest, DirtyRing)> {
 }
 
 pub fn start(guest: &Guest, ring: &DirtyRing) {
-    // SAFETY: the guest has its memory in slots numbered by the regions' places, and drops its
+    // SAFETY: the guest has its memory in slots numbered by the regions' indexes, and drops its
     // machine before its memory.
     unsafe { ring.start(&guest.vm, &guest.ram) }.unwrap();
 }
@@ -42,7 +42,7 @@ fn taken(guest: &Guest, ring: &DirtyRing) -> Vec<u64> {
 }
 
 #[test]
-fn what_the_guest_writes_while_the_log_is_on_is_found_once() {
+fn writes_of_the_guest_while_the_log_is_on_are_found_once() {
     let Some((guest, ring)) = guest() else { return };
     assert_eq!(guest.write(10, 1, 5), Stop::Done);
     start(&guest, &ring);
@@ -64,7 +64,7 @@ fn what_the_guest_writes_while_the_log_is_on_is_found_once() {
 }
 
 #[test]
-fn a_vcpu_whose_ring_is_full_goes_on_after_a_harvest() {
+fn a_vcpu_whose_ring_is_full_continues_after_a_harvest() {
     let Some((guest, ring)) = guest() else { return };
     start(&guest, &ring);
     let mut stops = 0;
@@ -73,10 +73,10 @@ fn a_vcpu_whose_ring_is_full_goes_on_after_a_harvest() {
         while stop == Stop::RingFull {
             assert!(ring.harvest(&guest.vm).unwrap() > 0, "the ring is full of nothing");
             stops += 1;
-            stop = guest.go_on();
+            stop = guest.resume();
         }
     }
-    // The pages are more than the entries.
+    // There are more pages than entries.
     assert!(stops >= 1);
     assert_eq!(taken(&guest, &ring), (4096..6096).collect::<Vec<u64>>());
 }
@@ -94,7 +94,7 @@ fn many_more_pages_than_entries_pass_through_a_ring() {
 }
 
 #[test]
-fn sizes_that_cannot_be_are_refused() {
+fn invalid_sizes_are_refused() {
     let Some(kvm) = kvm() else { return };
     let vm = kvm.create_vm().unwrap();
     for entries in [0, 128, 1000, 1 << 30] {

@@ -1,4 +1,4 @@
-//! Memory in many small mappings is put into one again.
+//! Memory in many small mappings is coalesced.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -12,7 +12,7 @@ use crate::common::{PAGE, Setup, are_coalesced, mappings_of, setup};
 const SEVENS: u64 = u64::from_ne_bytes([7; 8]);
 
 /// Memory of many mappings, none of which is merged: every fourth page was, and was discarded, and
-/// half of these were written to again. Every page that is there is full of its number.
+/// half of these were written to again. Every present page is full of its number.
 fn in_pieces() -> Option<Setup> {
     let mut setup = setup(1024, HugePages::Off)?;
     (0..1024).for_each(|page| setup.fill(page, byte(page)));
@@ -37,23 +37,23 @@ fn is_as_it_was(setup: &Setup) -> bool {
     (0..1024).all(|page| setup.is_full_of(page, if is_absent(page) { 0 } else { byte(page) }))
 }
 
-/// What is there apart from what lies between the bounds.
+/// The present pages except those between the bounds.
 fn pages(from: u64, to: u64) -> Vec<(u64, u8)> {
     let wanted = (0..1024).filter(|page| !is_absent(*page) && !(from..to).contains(page));
     wanted.map(|page| (page, byte(page))).collect()
 }
 
 #[test]
-fn what_is_not_merged_any_more_is_in_few_mappings_after_a_while() {
+fn memory_that_is_no_longer_merged_is_in_few_mappings_after_a_while() {
     let Some(mut setup) = in_pieces() else { return };
     let (before, resident) = (mappings_of(&setup), setup.ram.resident_bytes().unwrap());
     assert!(before > 100, "{before}");
     assert!(are_coalesced(&mut setup, &pages(0, 0), 10), "{} mappings", mappings_of(&setup));
     assert_eq!(setup.ram.resident_bytes().unwrap(), resident);
     assert!(setup.ram.broken_cow_stats().joined_mappings > 100);
-    assert!(setup.ram.merged_mappings() < 10, "it counts: {}", setup.ram.merged_mappings());
+    assert!(setup.ram.merged_mappings() < 10, "counted: {}", setup.ram.merged_mappings());
     assert!(is_as_it_was(&setup));
-    // Writes are noticed, and pages are merged, as before.
+    // Writes are detected, and pages are merged, as before.
     let slot = setup.publish(&[7])[0];
     setup.look(0, 512);
     assert_eq!(setup.look(300, 1), [PageLook::Clean]);
@@ -65,7 +65,7 @@ fn what_is_not_merged_any_more_is_in_few_mappings_after_a_while() {
 }
 
 #[test]
-fn what_is_merged_is_left_where_it_is() {
+fn merged_pages_stay_in_place() {
     let Some(mut setup) = in_pieces() else { return };
     let slots = setup.publish(&(200..264).map(byte).collect::<Vec<_>>());
     (200..264).for_each(|page| setup.fill(page, byte(page)));
@@ -78,18 +78,19 @@ fn what_is_merged_is_left_where_it_is() {
 }
 
 #[test]
-fn it_goes_on_while_discards_are_inhibited() {
-    // Nothing is copied, and what is pinned is not moved.
+fn coalescing_continues_while_discards_are_inhibited() {
+    // No page is copied, and pinned pages are not moved.
     let Some(mut setup) = in_pieces() else { return };
     let _guard = setup.ram.inhibit_discard(InhibitReason::PinnedMemory);
     assert!(are_coalesced(&mut setup, &pages(0, 0), 10), "{} mappings", mappings_of(&setup));
     assert!(is_as_it_was(&setup));
 }
 
-/// Threads read and write pages all the time, while mappings around them are put together. Whoever
-/// is not woken would keep the test from ending, since nothing else happens to these pages then.
+/// Threads read and write pages all the time, while mappings around them are coalesced. A thread
+/// that is not woken would keep the test from ending, since nothing else happens to these pages
+/// then.
 #[test]
-fn everybody_who_touches_pages_on_their_way_is_woken() {
+fn every_thread_that_accesses_moved_pages_is_woken() {
     let Some(mut setup) = setup(512, HugePages::Off) else { return };
     (0..512).for_each(|page| setup.fill(page, 7));
     let slot = setup.publish(&[7])[0];
@@ -122,7 +123,7 @@ fn everybody_who_touches_pages_on_their_way_is_woken() {
                 setup.fill(*page, 7);
             }
             let joined = setup.ram.broken_cow_stats().joined_mappings;
-            // Another test may have made a child process: see `are_coalesced`.
+            // Another test may have created a child process: see `are_coalesced`.
             while done && setup.ram.broken_cow_stats().joined_mappings == joined {
                 setup.look(0, 512);
                 for (page, _) in &pages {

@@ -12,7 +12,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 pub const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// Says why a test has nothing to test; true if the kernel is to blame.
+/// Prints why a test is skipped; returns true if the kernel is the reason.
 pub fn is_old_kernel(error: &MergeUnavailable) -> bool {
     let old = matches!(error, MergeUnavailable::OldKernel { .. });
     if old {
@@ -28,7 +28,7 @@ pub struct Setup {
     pub stable: StableMemory,
 }
 
-/// Anonymous memory of so many pages.
+/// Anonymous memory with this number of pages.
 pub fn ram(pages: u64, huge_pages: HugePages) -> GuestRam {
     let spec =
         RegionSpec { start: GuestAddress(0), size_bytes: pages * PAGE_SIZE_BYTES, host_node: None };
@@ -95,7 +95,7 @@ impl Setup {
     }
 }
 
-/// Mappings that guest memory consists of.
+/// Number of mappings of guest memory.
 pub fn mappings_of(setup: &Setup) -> usize {
     let (start, end) = (setup.address(0), setup.address(0) + setup.ram.size_bytes() as usize);
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -108,10 +108,10 @@ pub fn mappings_of(setup: &Setup) -> usize {
     bounds.filter(|(from, to)| *from < end && start < *to).count()
 }
 
-/// Looks at the first 512 pages until they are in fewer than `most` mappings; false if that never
-/// comes. `pages`, each of which begins with this byte, are written to in between: another test may
-/// have made a child process, to which they belong, too, until then, and what belongs to somebody
-/// else is not moved.
+/// Scans the first 512 pages until they are in fewer than `most` mappings; returns false if that
+/// never happens. `pages`, each of which begins with this byte, are written to in between: another
+/// test may have created a child process, which shares them until then, and shared pages are not
+/// moved.
 pub fn are_coalesced(setup: &mut Setup, pages: &[(u64, u8)], most: usize) -> bool {
     (0..2000).any(|_| {
         for (page, byte) in pages {

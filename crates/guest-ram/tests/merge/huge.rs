@@ -16,7 +16,7 @@ fn with_huge_page() -> Option<Setup> {
     Some(setup)
 }
 
-/// Huge pages of guest memory, as smaps has them.
+/// Huge pages of guest memory, as listed in smaps.
 fn huge_kib(setup: &Setup) -> u64 {
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let (start, end) = (setup.address(0), setup.address(0) + setup.ram.size_bytes() as usize);
@@ -35,12 +35,12 @@ fn huge_kib(setup: &Setup) -> u64 {
 }
 
 #[test]
-fn looking_does_not_take_a_huge_page_apart_even_if_it_is_written_to() {
+fn scanning_does_not_split_a_huge_page_even_if_it_is_written_to() {
     let Some(mut setup) = with_huge_page() else { return };
     for round in 0..8_u8 {
         assert_eq!(setup.look(512, 512), [PageLook::HugeWritten; 512]);
         setup.fill(600, round);
-        // All of it, or the sample may miss it.
+        // All of it, or the sample may miss the change.
         (512..520).for_each(|page| setup.fill(page, round));
     }
     assert_eq!(huge_kib(&setup), 2048);
@@ -55,7 +55,7 @@ fn a_cold_huge_page_is_clean_and_stays_whole() {
 }
 
 #[test]
-fn a_huge_page_is_taken_apart_if_that_is_asked_for() {
+fn a_huge_page_is_split_on_request() {
     let Some(mut setup) = with_huge_page() else { return };
     let slot = setup.publish(&[7])[0];
     setup.look(512, 512);
@@ -64,7 +64,7 @@ fn a_huge_page_is_taken_apart_if_that_is_asked_for() {
     assert_eq!(huge_kib(&setup), 0);
     assert_eq!(setup.ram.resident_bytes().unwrap(), (512 - 128) * 4096);
     assert!((512..1024).all(|page| setup.is_full_of(page, 7)));
-    // Whole, with another content in one page.
+    // The whole page, with another content in one small page.
     let Some(mut setup) = with_huge_page() else { return };
     let slot = setup.publish(&[7])[0];
     setup.fill(700, 9);
@@ -76,7 +76,7 @@ fn a_huge_page_is_taken_apart_if_that_is_asked_for() {
 }
 
 #[test]
-fn a_huge_page_that_is_different_is_brought_back_whole() {
+fn a_different_huge_page_is_moved_back_whole() {
     let Some(mut setup) = with_huge_page() else { return };
     let slot = setup.publish(&[8])[0];
     let pages: Vec<_> = (512..1024).map(|page| (page, slot)).collect();

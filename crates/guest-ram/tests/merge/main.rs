@@ -1,7 +1,7 @@
 //! Merging of guest memory by the process that owns it, on the kernel that runs the tests.
 //!
-//! Kernels without what it takes (Linux before 6.8) are told apart by what the library says; there
-//! is nothing to test then.
+//! Kernels without the required features (Linux before 6.8) are recognized by the library's errors;
+//! nothing is tested there.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 

@@ -1,4 +1,4 @@
-//! Mappings come to an end: merging goes on with what is worth one, and nothing gets lost.
+//! Exhausted mappings: longer runs are still merged, and nothing is lost.
 
 use std::process::Command;
 use std::ptr;
@@ -13,7 +13,7 @@ fn single_pages_are_refused_before_longer_runs() {
     run_alone("mappings::with_half_of_the_pages_single");
 }
 
-/// Run in a process of its own by the test before: all memories of a process share the bound.
+/// Run in a separate process by the previous test: all memories of a process share the bound.
 #[test]
 #[ignore = "for single_pages_are_refused_before_longer_runs"]
 fn with_half_of_the_pages_single() {
@@ -40,7 +40,7 @@ fn with_half_of_the_pages_single() {
             .iter()
             .all(|outcome| matches!(outcome, MergeOutcome::Done | MergeOutcome::NoMappings))
     );
-    // Runs of 64 pages get on.
+    // Runs of 64 pages are merged.
     let pages: Vec<_> =
         (0..64).map(|page| (PAGES / 2 + 600 + page, slots[page as usize])).collect();
     assert_eq!(setup.replace(&pages), [MergeOutcome::Done; 64]);
@@ -52,7 +52,7 @@ fn a_process_without_mappings_left_loses_nothing() {
     run_alone("mappings::with_all_mappings_used_up");
 }
 
-/// Runs a test that is ignored otherwise in a process of its own.
+/// Runs an ignored test in a separate process.
 fn run_alone(test: &str) {
     let me = std::env::current_exe().unwrap();
     let out =
@@ -65,7 +65,7 @@ fn run_alone(test: &str) {
     );
 }
 
-/// Run in a process of its own by the test before.
+/// Run in a separate process by the previous test.
 #[test]
 #[ignore = "for a_process_without_mappings_left_loses_nothing"]
 fn with_all_mappings_used_up() {
@@ -78,7 +78,7 @@ fn with_all_mappings_used_up() {
     for number in 0..1 << 20 {
         let protection = if number % 2 == 0 { libc::PROT_NONE } else { libc::PROT_READ };
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: a new mapping where the kernel likes.
+        // SAFETY: a new mapping at an address chosen by the kernel.
         let address = unsafe { libc::mmap(ptr::null_mut(), PAGE, protection, flags, -1, 0) };
         if address == libc::MAP_FAILED {
             break;
@@ -89,7 +89,7 @@ fn with_all_mappings_used_up() {
     let used_up = setup.replace(&pages);
     // Some room: enough to freeze a run, but not to map all of it.
     for address in taken.drain(..3) {
-        // SAFETY: a mapping that was made above.
+        // SAFETY: a mapping that was created above.
         unsafe { libc::munmap(address, PAGE) };
     }
     let little_room: Vec<_> = (200..216).step_by(2).map(|page| (page, slots[0])).collect();

@@ -22,11 +22,11 @@ const ENTER_GETEVENTS: u32 = 1;
 const OP_READ_FIXED: u8 = 4;
 const OFF_SQES: i64 = 0x1000_0000;
 
-/// `struct io_uring_params` as words: sizes and flags first, then where the submission queue's
-/// fields are (from word 10 on), and the completion queue's (from word 20 on).
+/// `struct io_uring_params` as words: sizes and flags first, then the offsets of the submission
+/// queue's fields (from word 10 on), and of the completion queue's (from word 20 on).
 type Params = [u32; 30];
 
-/// The least of an io_uring: one entry, one registered buffer.
+/// A minimal io_uring: one entry, one registered buffer.
 struct Ring {
     descriptor: OwnedFd,
     queues: usize,
@@ -45,7 +45,7 @@ impl Ring {
         // SAFETY: the call has just returned this descriptor.
         let descriptor = unsafe { OwnedFd::from_raw_fd(result as i32) };
         let map = |offset| {
-            // SAFETY: a new mapping where the kernel likes.
+            // SAFETY: a new mapping at an address chosen by the kernel.
             let address = unsafe {
                 libc::mmap(
                     ptr::null_mut(),
@@ -78,7 +78,7 @@ impl Ring {
     }
 
     fn word(&self, offset: u32) -> &AtomicU32 {
-        // SAFETY: the kernel says that this word of the ring, which is mapped, is there.
+        // SAFETY: the kernel reports this offset of a word in the ring, which is mapped.
         unsafe { AtomicU32::from_ptr((self.queues + offset as usize) as *mut u32) }
     }
 
@@ -90,7 +90,7 @@ impl Ring {
         entry[8..16].copy_from_slice(&u64::MAX.to_ne_bytes());
         entry[16..24].copy_from_slice(&(address as u64).to_ne_bytes());
         entry[24..28].copy_from_slice(&(PAGE as u32).to_ne_bytes());
-        // SAFETY: the first entry of the mapped array, which nobody else uses.
+        // SAFETY: the first entry of the mapped array, which no other code uses.
         unsafe { ptr::copy_nonoverlapping(entry.as_ptr(), self.entries as *mut u8, 64) };
         let (tail, array) = (self.params[11], self.params[16]);
         self.word(array).store(0, Ordering::Relaxed);
@@ -98,7 +98,7 @@ impl Ring {
         self.enter(1, 0);
     }
 
-    /// Waits until it is done; the number of bytes.
+    /// Waits until it is done; returns the number of bytes.
     fn finish_read(&self) -> i32 {
         self.enter(0, 1);
         let (head, events) = (self.params[20], self.params[25]);
@@ -109,7 +109,7 @@ impl Ring {
 
     fn enter(&self, submit: u32, wait: u32) {
         let flags = if wait > 0 { ENTER_GETEVENTS } else { 0 };
-        // SAFETY: submits what was put into the ring, and waits.
+        // SAFETY: submits the entries in the ring, and waits.
         let result = unsafe {
             libc::syscall(
                 ENTER,
@@ -125,13 +125,13 @@ impl Ring {
     }
 }
 
-/// `None` where there is none.
+/// `None` where io_uring is unavailable.
 fn ring() -> Option<Ring> {
     Ring::new().inspect_err(|error| eprintln!("not tested: no io_uring: {error}")).ok()
 }
 
 #[test]
-fn a_page_that_is_pinned_is_busy_and_what_a_device_writes_is_there() {
+fn a_pinned_page_is_busy_and_writes_of_a_device_are_kept() {
     let Some(mut setup) = setup(512, HugePages::Off) else { return };
     let Some(ring) = ring() else { return };
     (0..16).for_each(|page| setup.fill(page, 7));
@@ -145,32 +145,32 @@ fn a_page_that_is_pinned_is_busy_and_what_a_device_writes_is_there() {
     .unwrap();
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     ring.start_read(&reader, address);
-    // The device is at work: it may write at any moment.
+    // The device is active: it may write at any moment.
     let pages: Vec<_> = (0..16).map(|page| (page, slot)).collect();
     let outcomes = setup.replace(&pages);
     assert_eq!(outcomes[5], MergeOutcome::Busy);
     assert!((0..16).filter(|page| *page != 5).all(|page| outcomes[page] == MergeOutcome::Done));
     File::from(writer).write_all(&[9; PAGE]).unwrap();
     assert_eq!(ring.finish_read(), PAGE as i32);
-    assert!(setup.is_full_of(5, 9), "what the device wrote is lost");
+    assert!(setup.is_full_of(5, 9), "the device's write is lost");
     assert!(setup.is_full_of(4, 7) && setup.is_full_of(6, 7));
-    // Released, it is a page like any other.
+    // Released, it is an ordinary page.
     ring.register(UNREGISTER_BUFFERS, None).unwrap();
     setup.fill(5, 7);
     assert_eq!(setup.look(5, 1), [PageLook::Written]);
     assert_eq!(setup.replace(&[(5, slot)]), [MergeOutcome::Done]);
 }
 
-/// Whether somebody has said that a device pins memory.
+/// Whether the monitor has declared that a device pins memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Said {
     Yes,
     No,
 }
 
-/// Whether what a device has written to page 5 is there, although the page was merged and broken,
-/// and looks went on while the device was at work.
-fn what_a_device_writes_is_there(said: Said) -> Option<bool> {
+/// Whether a device's write to page 5 is present, although the page was merged and broken, and
+/// scans continued while the device was active.
+fn keeps_writes_of_a_device(said: Said) -> Option<bool> {
     let mut setup = setup(512, HugePages::Off)?;
     let ring = ring()?;
     (0..16).for_each(|page| setup.fill(page, 7));
@@ -178,7 +178,7 @@ fn what_a_device_writes_is_there(said: Said) -> Option<bool> {
     let pages: Vec<_> = (0..16).map(|page| (page, slot)).collect();
     assert_eq!(setup.replace(&pages), [MergeOutcome::Done; 16]);
     let guard = (said == Said::Yes).then(|| setup.ram.inhibit_discard(InhibitReason::PinnedMemory));
-    // To pin it is to break it, since the device may write.
+    // Pinning breaks the page, since the device may write.
     let address = setup.address(5);
     ring.register(
         REGISTER_BUFFERS,
@@ -193,7 +193,7 @@ fn what_a_device_writes_is_there(said: Said) -> Option<bool> {
     File::from(writer).write_all(&[9; PAGE]).unwrap();
     assert_eq!(ring.finish_read(), PAGE as i32);
     let is_there = setup.is_full_of(5, 9);
-    // Released, it is a page like any other.
+    // Released, it is an ordinary page.
     ring.register(UNREGISTER_BUFFERS, None).unwrap();
     drop(guard);
     setup.fill(5, 7);
@@ -204,18 +204,18 @@ fn what_a_device_writes_is_there(said: Said) -> Option<bool> {
 }
 
 #[test]
-fn a_pinned_copy_is_not_brought_back_while_discards_are_inhibited() {
-    assert_ne!(what_a_device_writes_is_there(Said::Yes), Some(false));
+fn a_pinned_copy_is_not_reanonymized_while_discards_are_inhibited() {
+    assert_ne!(keeps_writes_of_a_device(Said::Yes), Some(false));
 }
 
-/// The other test could not fail if the kernel noticed by itself.
+/// Shows that the kernel does not detect this by itself, so that the other test is effective.
 #[test]
-fn who_pins_memory_and_does_not_say_so_loses_writes() {
-    assert_ne!(what_a_device_writes_is_there(Said::No), Some(true));
+fn undeclared_pinning_loses_writes() {
+    assert_ne!(keeps_writes_of_a_device(Said::No), Some(true));
 }
 
 #[test]
-fn mappings_with_a_pinned_page_are_not_put_together() {
+fn mappings_with_a_pinned_page_are_not_coalesced() {
     let Some(mut setup) = setup(512, HugePages::Off) else { return };
     let Some(ring) = ring() else { return };
     (0..512).for_each(|page| setup.fill(page, 7));

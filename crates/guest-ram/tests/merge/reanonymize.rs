@@ -1,4 +1,4 @@
-//! Pages that were merged and written to become pages like others, and are merged again.
+//! Pages that were merged and written to become ordinary pages, and are merged again.
 
 use ebb_guest_ram::merge::{MergeOutcome, PageLook};
 use ebb_guest_ram::{GuestRange, HugePages, InhibitReason, StableSlot};
@@ -27,14 +27,14 @@ fn fill_all(setup: &Setup, pages: &[(u64, StableSlot)], byte: impl Fn(u64) -> u8
     }
 }
 
-/// Looks until nothing is a copy in front of a stable page any more.
+/// Scans until no page is a copy in front of a stable page any more.
 fn reanonymize(setup: &mut Setup) {
     let is_copy = |look: &PageLook| matches!(look, PageLook::Broken(_) | PageLook::Copied);
     assert!((0..50).any(|_| !setup.look(0, 512).iter().any(is_copy)));
 }
 
 #[test]
-fn what_was_written_to_and_back_is_merged_again() {
+fn pages_with_restored_content_are_merged_again() {
     let Some((mut setup, pages)) = merged() else { return };
     let mappings = mappings_of(&setup);
     // Every other page of a part, and all of another one.
@@ -53,7 +53,7 @@ fn what_was_written_to_and_back_is_merged_again() {
     assert_eq!(setup.ram.broken_cow_stats().brought_back_pages, written.len() as u64);
     assert!((0..512).all(|page| setup.is_full_of(page, byte(page))));
     assert_eq!(setup.ram.merged_bytes(), (256 - written.len() as u64) * 4096);
-    // Writes are noticed, as with any page.
+    // Writes are detected, as with any page.
     let clean = setup.look(0, 512);
     assert!(written.iter().all(|(page, _)| clean[*page as usize] == PageLook::Clean));
     setup.fill(64, 99);
@@ -69,13 +69,13 @@ fn what_was_written_to_and_back_is_merged_again() {
 }
 
 #[test]
-fn pages_without_equal_are_ordinary_memory_and_take_no_stable_page_along() {
+fn unique_pages_become_ordinary_memory_and_keep_no_stable_page() {
     let Some((mut setup, pages)) = merged() else { return };
     fill_all(&setup, &pages, |_| 200);
     reanonymize(&mut setup);
     assert_eq!((setup.ram.merged_bytes(), setup.ram.resident_bytes().unwrap()), (0, 512 * 4096));
     assert!(pages.iter().all(|(page, _)| setup.is_full_of(*page, 200)));
-    // What is discarded now is discarded as anything else is.
+    // These pages are discarded like any others.
     setup.ram.discard(&[GuestRange::new(Pfn(100), 8)]).unwrap();
     assert!((100..108).all(|page| setup.is_full_of(page, 0)) && setup.is_full_of(108, 200));
     assert!(setup.look(0, 512).iter().all(|look| *look != PageLook::Excluded));
@@ -85,12 +85,12 @@ fn pages_without_equal_are_ordinary_memory_and_take_no_stable_page_along() {
     assert_eq!(
         setup.ram.broken_cow_stats().remerged_pages,
         1,
-        "what was discarded does not count as merged again"
+        "discarded pages do not count as merged again"
     );
 }
 
 #[test]
-fn nothing_is_brought_back_while_discards_are_inhibited() {
+fn nothing_is_reanonymized_while_discards_are_inhibited() {
     let Some((mut setup, _)) = merged() else { return };
     setup.fill(70, 200);
     let guard = setup.ram.inhibit_discard(InhibitReason::PinnedMemory);
@@ -103,7 +103,7 @@ fn nothing_is_brought_back_while_discards_are_inhibited() {
 }
 
 #[test]
-fn copies_that_are_discarded_stay_away() {
+fn discarded_copies_stay_discarded() {
     let Some((mut setup, _)) = merged() else { return };
     (100..110).for_each(|page| setup.fill(page, 200));
     setup.look(0, 512);

@@ -1,4 +1,4 @@
-//! Memory that cannot be merged, and processes that may not.
+//! Memory that cannot be merged, and processes without permission.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -33,7 +33,7 @@ fn shared_and_hugetlb_memory_is_refused() {
 fn locked_memory_is_refused() {
     let ram = ram(512, HugePages::Off);
     let address = ram.regions()[0].host_address as *mut std::ffi::c_void;
-    // SAFETY: the page is the memory's own; locking it changes no content.
+    // SAFETY: the page belongs to the memory; locking it changes no content.
     let locked = unsafe { rustix::mm::mlock(address, 4096) };
     if locked.is_err() {
         eprintln!("not tested: this process may not lock memory");
@@ -44,7 +44,7 @@ fn locked_memory_is_refused() {
 }
 
 #[test]
-fn memory_that_is_locked_later_is_left_alone() {
+fn memory_that_is_locked_later_stays_unmerged() {
     let Some(mut setup) = setup(512, HugePages::Off) else { return };
     (0..4).for_each(|page| setup.fill(page, 7));
     let slot = setup.publish(&[7])[0];
@@ -62,7 +62,7 @@ fn memory_that_is_locked_later_is_left_alone() {
 }
 
 #[test]
-fn what_was_restored_is_excluded_until_it_is_replaced() {
+fn restored_pages_are_excluded_until_they_are_replaced() {
     let first = ram(512, HugePages::Off);
     first.memory().write_slice(&[7; 4 * 4096], GuestAddress(0)).unwrap();
     let file = tempfile::tempfile().unwrap();
@@ -82,7 +82,7 @@ fn what_was_restored_is_excluded_until_it_is_replaced() {
     session.look(range, &mut looks).unwrap();
     assert_eq!(looks[..4], [PageLook::Excluded; 4]);
     assert_eq!(looks[4..], [[PageLook::Absent; 4].as_slice(), &[PageLook::Written]].concat());
-    // A page that was discarded is like any other.
+    // A discarded page is ordinary memory.
     ram.discard(&[ebb_guest_ram::GuestRange::new(ebb_abi::Pfn(1), 1)]).unwrap();
     ram.memory().write_slice(&[9; 4096], GuestAddress(4096)).unwrap();
     session.look(range, &mut looks).unwrap();
@@ -90,11 +90,11 @@ fn what_was_restored_is_excluded_until_it_is_replaced() {
 }
 
 #[test]
-fn without_permission_it_says_what_is_missing() {
+fn without_permission_the_error_says_what_is_missing() {
     let me = std::env::current_exe().unwrap();
-    // A fork of this process would have all pages of the tests beside this one shared with the
-    // child until they are written to, and pages that are shared with another process are not
-    // moved. To start a program as it is takes none.
+    // A fork of this process would share all pages of concurrent tests with the child until they
+    // are written to, and shared pages are not moved. Starting another program directly has no such
+    // effect.
     let out = Command::new("setpriv")
         .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
         .arg(me)
@@ -119,9 +119,9 @@ fn without_permission_it_says_what_is_missing() {
     );
 }
 
-/// Run as nobody by the test before.
+/// Run as nobody by the previous test.
 #[test]
-#[ignore = "for without_permission_it_says_what_is_missing"]
+#[ignore = "for without_permission_the_error_says_what_is_missing"]
 fn as_nobody() {
     println!(
         "answer: {}",
@@ -130,7 +130,7 @@ fn as_nobody() {
 }
 
 #[test]
-fn it_is_enabled_once() {
+fn merging_is_enabled_once() {
     let Some(setup) = setup(512, HugePages::Off) else { return };
     let again = setup.ram.enable_merging(StableSegments::new());
     assert!(matches!(again, Err(MergeUnavailable::Enabled)));

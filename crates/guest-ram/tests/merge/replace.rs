@@ -1,4 +1,4 @@
-//! What becomes of pages that are to be replaced.
+//! Outcomes of replacing pages.
 
 use ebb_abi::Pfn;
 use ebb_guest_ram::merge::{MergeOutcome, MergeTarget, PageLook};
@@ -7,7 +7,7 @@ use ebb_guest_ram::{GuestRange, HugePages, StableSlot};
 use crate::common::{Setup, mappings_of, setup};
 
 #[test]
-fn the_same_content_is_shared_until_somebody_writes() {
+fn equal_content_is_shared_until_a_write() {
     let Some(mut setup) = setup(512, HugePages::Off) else { return };
     (0..16).for_each(|page| setup.fill(page, 7));
     let slot = setup.publish(&[7])[0];
@@ -29,7 +29,7 @@ fn the_same_content_is_shared_until_somebody_writes() {
     let looks = setup.look(0, 16);
     assert_eq!(looks[3], PageLook::Broken(slot));
     assert!((0..16).filter(|page| *page != 3).all(|page| looks[page] == PageLook::Merged));
-    assert_eq!(setup.look(3, 1), [PageLook::Copied], "it is told once");
+    assert_eq!(setup.look(3, 1), [PageLook::Copied], "it is reported once");
     assert_eq!(setup.ram.merged_bytes(), 15 * 4096);
 }
 
@@ -52,7 +52,7 @@ fn a_page_that_was_written_to_after_it_was_hashed_is_different() {
 }
 
 #[test]
-fn what_is_merged_stays_out_of_core_dumps() {
+fn merged_pages_stay_out_of_core_dumps() {
     let Some(mut setup) = setup(512, HugePages::Off) else { return };
     (0..512).for_each(|page| setup.fill(page, 7));
     let slot = setup.publish(&[7])[0];
@@ -109,13 +109,13 @@ fn zeros_are_replaced_by_nothing_and_take_no_mapping() {
     assert_eq!(setup.ram.merged_bytes(), 0);
     assert_eq!(setup.look(0, 64).iter().filter(|look| **look == PageLook::Absent).count(), 63);
     assert!(setup.is_full_of(19, 0) && setup.is_full_of(20, 1));
-    // First touches need nobody.
+    // First accesses need no handler.
     setup.fill(21, 3);
     assert!(setup.is_full_of(21, 3));
 }
 
 #[test]
-fn what_is_not_there_is_gone_and_what_is_none_of_ours_too() {
+fn absent_and_foreign_pages_are_gone() {
     let Some(mut setup) = setup(512, HugePages::Off) else { return };
     let slot = setup.publish(&[7])[0];
     setup.fill(1, 7);
@@ -139,7 +139,7 @@ fn neighbours_with_neighbouring_slots_are_one_mapping() {
     let pages: Vec<_> = (64..320).map(|page| (page, slots[page as usize])).collect();
     assert_eq!(setup.replace(&pages), [MergeOutcome::Done; 256]);
     assert_eq!(mappings_of(&setup), before + 2);
-    // What comes next to it later joins it.
+    // Later neighbours join it.
     let pages: Vec<_> = (0..64).chain(320..512).map(|page| (page, slots[page as usize])).collect();
     assert_eq!(setup.replace(&pages), [MergeOutcome::Done; 256]);
     assert_eq!(mappings_of(&setup), before + 1);
@@ -147,7 +147,7 @@ fn neighbours_with_neighbouring_slots_are_one_mapping() {
 }
 
 #[test]
-fn unmerged_pages_keep_their_content_and_are_their_own() {
+fn unmerged_pages_keep_their_content_and_are_private() {
     let Some(mut setup) = setup(512, HugePages::Off) else { return };
     (0..32).for_each(|page| setup.fill(page, 7));
     let slot = setup.publish(&[7])[0];
@@ -161,13 +161,13 @@ fn unmerged_pages_keep_their_content_and_are_their_own() {
     setup.session.unmerge(GuestRange::new(Pfn(0), 512), &mut released).unwrap();
     assert_eq!(released, [slot; 32]);
     assert_eq!((setup.ram.merged_bytes(), setup.ram.resident_bytes().unwrap()), (0, 32 * 4096));
-    // The slot may be used for something else now.
+    // The slot may be reused now.
     setup.stable.write(slot, &[1; 4096]).unwrap();
     assert!((0..32).all(|page| setup.is_full_of(page, if page == 4 { 8 } else { 7 })));
 }
 
 #[test]
-fn a_discarded_merged_page_is_zero_and_its_share_is_told() {
+fn a_discarded_merged_page_is_zero_and_its_share_is_reported() {
     let Some(mut setup) = setup(512, HugePages::Off) else { return };
     (0..8).for_each(|page| setup.fill(page, 7));
     let slot = setup.publish(&[7])[0];
@@ -187,13 +187,13 @@ fn a_discarded_merged_page_is_zero_and_its_share_is_told() {
 }
 
 #[test]
-fn every_page_that_is_there_is_on_a_node() {
+fn every_present_page_is_on_a_node() {
     let Some(mut setup) = setup(512, HugePages::Off) else { return };
     setup.fill(0, 7);
     let mut nodes = Vec::new();
     setup.session.nodes(&[Pfn(0), Pfn(1), Pfn(9999)], &mut nodes).unwrap();
     assert!(nodes[0].is_some());
-    // Where there is one node only, nobody asks.
+    // With only one node, the kernel is not queried.
     assert!(nodes[1].is_none() || nodes[1] == nodes[0]);
     assert_eq!(nodes[2], None);
 }

@@ -21,7 +21,7 @@ const STRESS: Stress = Stress {
 };
 
 #[test]
-fn millions_of_writes_to_pages_that_are_merged_all_the_time_are_all_there() {
+fn no_write_to_continuously_merged_pages_is_lost() {
     let Some(report) = report(&STRESS) else { return };
     println!("{report:?}");
     assert_eq!(report.lost, 0, "{report:?}");
@@ -42,7 +42,7 @@ fn the_same_with_huge_pages() {
 
 #[test]
 fn without_a_freeze_writes_are_lost() {
-    // Until it happens: it does so thousands of times a minute.
+    // Repeated until it happens, which it does thousands of times a minute.
     for _ in 0..20 {
         let Some(report) = report(&Stress { freeze: Freeze::No, ..STRESS }) else { return };
         println!("{report:?}");
@@ -50,11 +50,11 @@ fn without_a_freeze_writes_are_lost() {
             return;
         }
     }
-    panic!("a merge without a freeze has lost no write, so this test would not notice one");
+    panic!("a merge without a freeze has lost no write, so this test would not detect one");
 }
 
 #[test]
-fn without_protection_writes_to_pages_that_are_brought_back_are_lost() {
+fn without_protection_writes_to_reanonymized_pages_are_lost() {
     for _ in 0..20 {
         let Some(report) = report(&Stress { freeze: Freeze::NotWhenBroughtBack, ..STRESS }) else {
             return;
@@ -65,6 +65,7 @@ fn without_protection_writes_to_pages_that_are_brought_back_are_lost() {
         }
     }
     panic!(
-        "pages were brought back without protection, and no write was lost: this test would not notice one"
+        "pages were reanonymized without protection, and no write was lost: this test would not \
+         detect one"
     );
 }

@@ -1,4 +1,4 @@
-//! Who touches pages while they are away.
+//! Threads that access pages while they are moved away.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -9,13 +9,13 @@ use ebb_guest_ram::merge::MergeOutcome;
 use crate::common::{PAGE, setup};
 
 /// Threads read and write pages of a block all the time, and other pages for the first time, while
-/// the block's pages are replaced and given back again and again. Whoever is not woken would keep
-/// the test from ending.
+/// the block's pages are replaced and unmerged again and again. A thread that is not woken would
+/// keep the test from ending.
 #[test]
-fn everybody_who_touches_a_frozen_page_is_woken() {
+fn every_thread_that_accesses_a_frozen_page_is_woken() {
     let Some(mut setup) = setup(1 << 14, HugePages::Off) else { return };
     (0..512).for_each(|page| setup.fill(page, 7));
-    // Half of them are different from their slots, and are moved back each time.
+    // Half of them differ from their slots, and are moved back each time.
     let bytes: Vec<u8> = (0..512).map(|page| if page % 16 < 8 { 7 } else { 8 }).collect();
     let slots = setup.publish(&bytes);
     let pages: Vec<_> = (0..512).map(|page| (page, slots[page as usize])).collect();
@@ -32,7 +32,7 @@ fn everybody_who_touches_a_frozen_page_is_woken() {
                     page = (page * 5 + 1 + number) % 512;
                     let word = base + page * PAGE + 8 * (page % 500);
                     // SAFETY: the word is guest memory, which outlives the scope, and is accessed
-                    // by atomics only.
+                    // only with atomics.
                     let word = unsafe { AtomicU64::from_ptr(word as *mut u64) };
                     assert_eq!(word.load(Ordering::Relaxed), u64::from_ne_bytes([7; 8]));
                     if page % 16 >= 8 {
@@ -58,8 +58,8 @@ fn everybody_who_touches_a_frozen_page_is_woken() {
         for _ in 0..200 {
             let outcomes = setup.replace(&pages);
             done += outcomes.iter().filter(|outcome| **outcome == MergeOutcome::Done).count();
-            // As long as nobody else gets on, as would be so if they were not woken, this does not
-            // end.
+            // This does not end while the other threads make no progress, as would be the case if
+            // they were not woken.
             let before = reads.load(Ordering::Relaxed);
             while reads.load(Ordering::Relaxed) < before + 100 {
                 thread::yield_now();
