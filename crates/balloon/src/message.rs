@@ -206,8 +206,8 @@ fn read_ranges(payload: &[u8]) -> Result<(Vec<PageRange>, u64), Refusal> {
     };
     let named = sum(&ranges);
     ebb_guest_ram::coalesce(&mut ranges);
-    let doubles = named - sum(&ranges);
-    Ok((ranges, doubles))
+    let duplicates = named - sum(&ranges);
+    Ok((ranges, duplicates))
 }
 
 impl Balloon {
@@ -257,9 +257,9 @@ impl Balloon {
         self.counters.encodings.arrays += 1;
         let mut message = Message::new(head, Verdict::Accepted(purpose));
         let mut runs = std::mem::take(&mut self.scratch.runs);
-        let doubles = self.read_pfns(0, &mut runs, &mut message, budget);
+        let duplicates = self.read_pfns(0, &mut runs, &mut message, budget);
         self.scratch.runs = runs;
-        self.count_doubles(doubles);
+        self.count_duplicates(duplicates);
         message
     }
 
@@ -274,17 +274,17 @@ impl Balloon {
         let header = check(&self.scratch.bytes, kind, negotiated)?;
         let mut message = Message::new(head, Verdict::Accepted(header.purpose()));
         message.encoding = header.layout().encoding();
-        let mut doubles = 0;
+        let mut duplicates = 0;
         match header.layout() {
             Layout::Pfns { .. } => {
                 let mut runs = std::mem::take(&mut self.scratch.runs);
-                doubles = self.read_pfns(HEADER_BYTES, &mut runs, &mut message, budget);
+                duplicates = self.read_pfns(HEADER_BYTES, &mut runs, &mut message, budget);
                 self.scratch.runs = runs;
             }
             Layout::Ranges { count } => {
                 budget.spend(count as usize);
                 let (sorted, named_twice) = read_ranges(&self.scratch.bytes[HEADER_BYTES..])?;
-                doubles = named_twice;
+                duplicates = named_twice;
                 message.set_ranges(&sorted, &self.ram);
             }
             layout @ Layout::Bitmap { .. } => {
@@ -296,7 +296,7 @@ impl Balloon {
         self.counters.encodings.count(message.encoding);
         if kind != QueueKind::HostRequest {
             // Free lists change while a driver walks them.
-            self.count_doubles(doubles);
+            self.count_duplicates(duplicates);
         }
         Ok(message)
     }
@@ -314,14 +314,14 @@ impl Balloon {
         budget.spend(bytes.len() / PFN_BYTES);
         runs.clear();
         Pfns::new(bytes).for_each(|pfn| runs.push(pfn));
-        let (ranges, doubles) = runs.finish();
+        let (ranges, duplicates) = runs.finish();
         message.set_ranges(ranges, &self.ram);
-        doubles
+        duplicates
     }
 
-    fn count_doubles(&mut self, doubles: u64) {
-        if doubles > 0 {
-            self.faults.count(GuestError::DoublePage, format_args!("{doubles} pages"));
+    fn count_duplicates(&mut self, duplicates: u64) {
+        if duplicates > 0 {
+            self.faults.count(GuestError::DoublePage, format_args!("{duplicates} pages"));
         }
     }
 

@@ -69,11 +69,11 @@ mod tests {
                 builder.push(Pfn::from(*number));
             }
             let distinct: BTreeSet<u64> = numbers.iter().map(|number| u64::from(*number)).collect();
-            let (runs, doubles) = builder.finish();
+            let (runs, duplicates) = builder.finish();
             let pages: BTreeSet<u64> =
                 runs.iter().flat_map(|run| run.start.0..run.end().0).collect();
             prop_assert!(runs.windows(2).all(|pair| pair[0].end() < pair[1].start));
-            prop_assert_eq!(doubles as usize, numbers.len() - distinct.len());
+            prop_assert_eq!(duplicates as usize, numbers.len() - distinct.len());
             prop_assert_eq!(pages, distinct);
         }
     }

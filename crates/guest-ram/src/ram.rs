@@ -141,7 +141,7 @@ impl GuestRam {
         self.backing
     }
 
-    /// Whether the host was asked for huge pages.
+    /// Whether huge pages were requested from the host.
     pub fn huge_pages(&self) -> HugePages {
         self.huge_pages
     }

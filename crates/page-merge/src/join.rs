@@ -156,9 +156,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 (0..round.len()).filter(|&place| round[place].node == number).collect();
             let hashes: Vec<PageHash> = places.iter().map(|&place| round[place].hash).collect();
             let node = self.nodes[usize::from(number.0)];
-            let mut told = Vec::with_capacity(hashes.len());
-            let outcome = self.store.query(node, &hashes, &mut told);
-            for (&place, answer) in places.iter().zip(told) {
+            let mut found = Vec::with_capacity(hashes.len());
+            let outcome = self.store.query(node, &hashes, &mut found);
+            for (&place, answer) in places.iter().zip(found) {
                 answers[place] = answer;
             }
             if let Err(error) = outcome {

@@ -22,7 +22,7 @@ pub struct Effort {
 const MOST_AT_A_TIME: u64 = 1 << 15;
 
 impl Settings {
-    /// Pages to look at in a second, in a memory of `pages` pages, if that was asked for.
+    /// Pages to scan per second, in a memory of `pages` pages, if configured.
     fn rate(&self, pages: u64) -> Option<u64> {
         let for_target = self.target_scan_seconds.map(|seconds| pages.div_ceil(seconds.max(1)));
         [self.pages_per_second, for_target].into_iter().flatten().min()

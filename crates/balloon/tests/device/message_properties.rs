@@ -179,10 +179,10 @@ fn unmarked(guest: &Guest) -> BTreeSet<u64> {
 /// Extension features that make messages, and whether the driver tells the host.
 fn features() -> impl Strategy<Value = Features> {
     prop::sample::select(vec![0b01_u64, 0b10, 0b11, 0b11]).prop_flat_map(|encodings| {
-        any::<bool>().prop_map(move |tells| {
+        any::<bool>().prop_map(move |must_tell_host| {
             let features =
                 Features(Features::ALL_BALLOON.0 | encodings << 50).with(Feature::HostRequest);
-            if tells { features } else { features.without(Feature::MustTellHost) }
+            if must_tell_host { features } else { features.without(Feature::MustTellHost) }
         })
     })
 }

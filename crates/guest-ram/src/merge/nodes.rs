@@ -45,14 +45,14 @@ impl MergeSession {
     fn ask_nodes(&self, pages: &[Pfn], nodes: &mut Vec<Option<u32>>) -> Result<(), MergeError> {
         let failed = |source| {
             let start = pages.first().copied().unwrap_or_default();
-            kernel("ask for the nodes of pages", GuestRange::new(start, pages.len() as u64), source)
+            kernel("query the nodes of pages", GuestRange::new(start, pages.len() as u64), source)
         };
         let places = self.places(pages);
-        let mut told = nodes_at(&places.addresses).map_err(failed)?;
+        let mut found = nodes_at(&places.addresses).map_err(failed)?;
         // Pages of a file can be removed from the page tables at any time; reading one maps it
         // again.
         let missing: Vec<usize> =
-            places.stable.iter().copied().filter(|index| told[*index].is_none()).collect();
+            places.stable.iter().copied().filter(|index| found[*index].is_none()).collect();
         if !missing.is_empty() {
             let addresses: Vec<usize> =
                 missing.iter().map(|index| places.addresses[*index]).collect();
@@ -62,9 +62,9 @@ impl MergeSession {
                 unsafe { ptr::read_volatile(*address as *const u8) };
             }
             let again = nodes_at(&addresses).map_err(failed)?;
-            missing.iter().zip(again).for_each(|(index, node)| told[*index] = node);
+            missing.iter().zip(again).for_each(|(index, node)| found[*index] = node);
         }
-        nodes.extend(told);
+        nodes.extend(found);
         Ok(())
     }
 
@@ -170,7 +170,7 @@ mod tests {
         let Some((session, _stable)) = merged() else { return };
         let here = nodes_at(&[own_address(&session, 2)]).unwrap()[0];
         assert!(here.is_some());
-        assert_eq!(nodes_at(&[own_address(&session, 0)]).unwrap(), [None], "nobody has read it");
+        assert_eq!(nodes_at(&[own_address(&session, 0)]).unwrap(), [None], "it has not been read");
         let mut nodes = Vec::new();
         session.ask_nodes(&[0, 1, 2, 9, 9999].map(Pfn), &mut nodes).unwrap();
         assert_eq!(nodes, [here, here, here, None, None]);

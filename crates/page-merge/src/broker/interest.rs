@@ -72,7 +72,7 @@ struct Halves {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Before {
     /// By no other client.
-    Nobody,
+    NoOther,
     /// By another client.
     Another,
 }
@@ -140,7 +140,7 @@ impl Part {
     }
 
     fn ask(&mut self, hash: PageHash, asker: Asker, first: u64) -> Before {
-        let mut before = Before::Nobody;
+        let mut before = Before::NoOther;
         let mut free = None;
         let mut own = None;
         for place in self.chain(first) {
@@ -299,7 +299,7 @@ mod tests {
                 match step {
                     Step::Ask(hash, client) => {
                         let others = model.iter().any(|&(h, c)| h == hash && c != client);
-                        let expected = if others { Before::Another } else { Before::Nobody };
+                        let expected = if others { Before::Another } else { Before::NoOther };
                         let before = asked.ask(PageHash::new(hash), Asker(client), LIMIT);
                         prop_assert_eq!(before, expected);
                         model.insert((hash, client));
@@ -339,7 +339,7 @@ mod tests {
         // The last half of its limit is remembered, the first hashes are not, and other clients
         // lose nothing.
         assert_eq!(asked.ask(PageHash::new(99_501), other, LIMIT), Before::Another);
-        assert_eq!(asked.ask(PageHash::new(5), other, LIMIT), Before::Nobody);
+        assert_eq!(asked.ask(PageHash::new(5), other, LIMIT), Before::NoOther);
         assert_eq!(asked.ask(PageHash::new(1 << 40), flooding, LIMIT), Before::Another);
         asked.forget(flooding);
         assert_eq!(asked.len(), 3);

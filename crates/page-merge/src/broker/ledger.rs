@@ -177,7 +177,7 @@ impl<T: Slots> Ledger<T> {
             Found::Nothing => {
                 let limit = self.hashes_of_a_client();
                 match self.node(node).interest.ask(hash, Asker(member), limit) {
-                    Before::Nobody => Answer::Unknown,
+                    Before::NoOther => Answer::Unknown,
                     Before::Another => Answer::Wanted,
                 }
             }

@@ -5,7 +5,7 @@ use ebb_page_merge::{Merger, Run, Secret, Settings, StablePages, testing::World}
 
 use crate::support::{Host, eager};
 
-/// Pages that nobody writes to are hashed once.
+/// Pages without writes are hashed once.
 #[test]
 fn clean_pages_are_hashed_once() {
     let mut host = Host::new(eager());
