@@ -305,7 +305,7 @@ impl Balloon {
     }
 
     /// Whether the guest expects a pattern in free pages, which a discarded page would not have
-    /// (virtio 1.3 section 5.5.6.5).
+    /// (virtio 1.3 section 5.5.6.6).
     pub(crate) fn is_poisoned(&self, negotiated: Features) -> bool {
         negotiated.contains(Feature::PagePoison) && self.space.poison_value() != 0
     }

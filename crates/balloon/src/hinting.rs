@@ -1,4 +1,4 @@
-//! Free page hinting (virtio 1.3 section 5.5.6.4).
+//! Free page hinting (virtio 1.3 section 5.5.6.5).
 //!
 //! The device sets a command number in the configuration space. The driver repeats it on the queue,
 //! then sends free blocks, then STOP. The driver may use a hinted page again at any time without

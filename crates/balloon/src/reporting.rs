@@ -1,4 +1,4 @@
-//! The page reporting queue (virtio 1.3 section 5.5.6.6; Linux mm/page_reporting.c).
+//! The page reporting queue (virtio 1.3 section 5.5.6.7; Linux mm/page_reporting.c).
 //!
 //! The guest keeps reported pages isolated until the device returns the buffer. So they are
 //! discarded before that, and never remembered: a moment later they may be in use.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Free page hinting (virtio 1.3 section 5.5.6.4): on a command of the host the
+ * Free page hinting (virtio 1.3 section 5.5.6.5): on a command of the host the
  * guest's largest free blocks are allocated, hinted, and kept until the host
  * writes DONE. When memory is short they are freed earlier: a hint is no
  * promise for later.

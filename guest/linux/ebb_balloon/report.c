@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Free page reporting (virtio 1.3 section 5.5.6.6): blocks that nobody can
+ * Free page reporting (virtio 1.3 section 5.5.6.7): blocks that nobody can
  * allocate meanwhile are named, and the host answers when it is done with them.
  */
 #include "ebb_balloon.h"

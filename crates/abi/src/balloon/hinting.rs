@@ -1,4 +1,4 @@
-//! Command identifiers of free page hinting (virtio 1.3 section 5.5.6.4).
+//! Command identifiers of free page hinting (virtio 1.3 section 5.5.6.5).
 
 /// Size of a command identifier on the free page hinting queue, in bytes.
 pub const COMMAND_ID_BYTES: usize = 4;

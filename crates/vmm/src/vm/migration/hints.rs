@@ -11,7 +11,7 @@ use crate::vm::{SharedTransport, lock};
 /// How the driver is asked for free pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// Free page hinting (virtio 1.3 section 5.5.6.4).
+    /// Free page hinting (virtio 1.3 section 5.5.6.5).
     Hints,
     /// Host requests of the extension (docs/extension.md, "Host requests").
     Query,
