@@ -15,8 +15,18 @@ use super::reason::Reason;
 /// Bytes of a body read at a time, so that a false length costs no memory.
 const PIECE_BYTES: usize = 64 << 10;
 
+/// Rate at which the body of a message must arrive at least: far below that of any link on which a
+/// migration is worth its time, and fast enough that 64 MiB cannot occupy this side for long.
+const LEAST_BYTES_PER_S: u64 = 1 << 20;
+
 /// Most messages searched for the other side's reason at the end.
 const MOST_LATE_MESSAGES: usize = 64;
+
+/// Limit of a body as a whole, whose header has just arrived. A limit for each read would let the
+/// other side stretch it by sending a byte at a time.
+fn body_limit(progress: Duration, bytes: usize) -> Limit {
+    Limit::from_now(progress + Duration::from_secs(bytes as u64 / LEAST_BYTES_PER_S))
+}
 
 /// One end of the control connection.
 #[derive(Debug)]
@@ -83,9 +93,9 @@ impl Control {
         limit: Duration,
         doing: &'static str,
     ) -> Result<Message, SessionError> {
-        // A large body takes time: once it has begun, only the progress limit applies.
+        let progress = self.limits.progress;
         let message =
-            self.read(Limit::from_now(limit), Limit::Progress(self.limits.progress), doing)?;
+            self.read(Limit::from_now(limit), |bytes| body_limit(progress, bytes), doing)?;
         let peer = self.connection.peer().to_owned();
         let found = message.kind();
         if self.protocol.receive(found).is_err() {
@@ -173,7 +183,7 @@ impl Control {
     fn peer_reason(&mut self, limit: Limit) -> Option<SessionError> {
         for _ in 0..MOST_LATE_MESSAGES {
             let peer = self.connection.peer().to_owned();
-            match self.read(limit, limit, "while it ended the session").ok()? {
+            match self.read(limit, |_| limit, "while it ended the session").ok()? {
                 Message::Abort(reason) => return Some(SessionError::Aborted { peer, reason }),
                 Message::Failed(reason) => return Some(SessionError::Failed { peer, reason }),
                 Message::Refuse(reason) => return Some(SessionError::Refused { peer, reason }),
@@ -183,18 +193,19 @@ impl Control {
         None
     }
 
-    /// Reads one message without checking the protocol.
+    /// Reads one message without checking the protocol. `body_limit` is called with the length of
+    /// the body when that is known.
     fn read(
         &mut self,
         header_limit: Limit,
-        body_limit: Limit,
+        body_limit: impl FnOnce(usize) -> Limit,
         doing: &'static str,
     ) -> Result<Message, SessionError> {
         self.connection.set_limit(header_limit);
         let mut header = [0; HEADER_BYTES];
         self.fill(&mut header, doing)?;
         let (kind, bytes) = parse_header(header).map_err(|error| self.malformed(error))?;
-        self.connection.set_limit(body_limit);
+        self.connection.set_limit(body_limit(bytes));
         let mut body = Vec::new();
         while body.len() < bytes {
             let begin = body.len();
