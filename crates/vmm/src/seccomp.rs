@@ -151,6 +151,8 @@ const DISCARD: &[c_long] = &[libc::SYS_fallocate, libc::SYS_process_madvise];
 /// Further calls of the API thread: its socket, sizes read from /proc, and the files of snapshots.
 const API: &[c_long] = &[
     libc::SYS_accept4,
+    libc::SYS_fadvise64,
+    libc::SYS_flock,
     libc::SYS_fstat,
     libc::SYS_fsync,
     libc::SYS_ftruncate,
@@ -201,6 +203,7 @@ const MIGRATE: &[c_long] = &[
     libc::SYS_clone3,
     libc::SYS_connect,
     libc::SYS_eventfd2,
+    libc::SYS_fadvise64,
     libc::SYS_fdatasync,
     libc::SYS_flock,
     libc::SYS_fstat,

@@ -47,7 +47,7 @@ use migration::Migrations;
 use migration::description::Incompatible;
 
 pub use event_loop::signals::Signals;
-pub use event_loop::{Start, restore, run};
+pub use event_loop::{ChangedDisks, Start, restore, run};
 pub use migration::destination::{ReceiveConfig, receive};
 
 /// Why a virtual machine could not be started or run.
@@ -337,9 +337,16 @@ impl Vm {
         if *state == VmState::Stopping {
             return Ok(());
         }
-        // Only now: the previous holder of the state lock saw that a reboot is due.
-        self.exit.take();
         self.stop_all();
+        // Only now: the previous holder of the state lock saw that a reboot is due, and no vCPU
+        // can request the same reboot once more.
+        match self.exit.take() {
+            None | Some(GuestExit::Reboot) => {}
+            Some(other) => {
+                self.exit.raise(other);
+                return Ok(());
+            }
+        }
         lock(&self.serial).reset();
         for device in &self.devices {
             lock(device).reset();

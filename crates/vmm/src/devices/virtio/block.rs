@@ -1,12 +1,13 @@
 //! Block device over a raw file (virtio 1.3 section 5.2).
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use ebb_guest_ram::{GuestMemory, WriteLogSlice};
-use rustix::fs::FlockOperation;
+use rustix::fs::{Advice, FlockOperation};
 use thiserror::Error;
 use virtio_bindings::virtio_blk as blk;
 use virtio_queue::{DescriptorChain, Queue, QueueState, QueueT, Reader, Writer};
@@ -20,10 +21,21 @@ use crate::file::{Access, open_image};
 const DEVICE_ID: u32 = 2;
 const QUEUE_SIZE: u16 = 128;
 const SECTOR_BYTES: u64 = 512;
-/// Most requests processed in one call.
+/// Most requests processed in one call, which holds the transport's lock.
 const REQUESTS_A_CALL: usize = 16;
-/// Largest transfer of one request, in bytes. Linux sends 1280 KiB at most (`BLK_DEF_MAX_SECTORS`).
-const MAX_TRANSFER_BYTES: usize = 4 << 20;
+/// Bytes transferred after which a call ends.
+const BYTES_A_CALL: usize = 4 << 20;
+/// Descriptors for data in one request: header and status take two (`seg_max`).
+const MAX_SEGMENTS: u16 = QUEUE_SIZE - 2;
+/// Largest length of one of them, in bytes (`size_max`); that of Linux (`BLK_MAX_SEGMENT_SIZE`).
+const MAX_SEGMENT_BYTES: u32 = 64 << 10;
+/// Largest transfer of one request, in bytes.
+const MAX_TRANSFER_BYTES: usize = MAX_SEGMENTS as usize * MAX_SEGMENT_BYTES as usize;
+/// Time for which a block device that another process has locked is tried again: udev locks each
+/// one for a moment while it reads its tables (systemd's "Locking Block Device Access").
+const LOCK_PATIENCE: Duration = Duration::from_secs(2);
+/// Time between two attempts.
+const LOCK_RETRY: Duration = Duration::from_millis(20);
 /// Size of the buffer that data passes through, in bytes: guest memory is never borrowed.
 const COPY_BYTES: usize = 64 << 10;
 
@@ -85,6 +97,19 @@ pub struct Block {
     serial: [u8; blk::VIRTIO_BLK_ID_BYTES as usize],
     memory: GuestMemory,
     queue: Option<Queue>,
+    /// The driver cannot flush, so that each write must be on the disk before it is completed
+    /// (section 5.2.6.2).
+    write_through: bool,
+}
+
+/// A processed request.
+struct Served {
+    /// Bytes that the device has written to guest memory.
+    written: u32,
+    /// Bytes read from the disk or written to it.
+    transferred: usize,
+    /// The request waited for the disk.
+    synced: bool,
 }
 
 #[repr(C)]
@@ -133,27 +158,43 @@ impl Block {
         let name = format!("ebb-disk-{index}");
         serial[..name.len().min(20)].copy_from_slice(&name.as_bytes()[..name.len().min(20)]);
         let (sectors, path) = (bytes / SECTOR_BYTES, path.clone());
-        Ok(Self { file, sectors, readonly, path, serial, memory, queue: None })
+        Ok(Self {
+            file,
+            sectors,
+            readonly,
+            path,
+            serial,
+            memory,
+            queue: None,
+            write_through: false,
+        })
     }
 
-    fn serve(&self, chain: &DescriptorChain<&GuestMemory>) -> u32 {
+    fn serve(&self, chain: &DescriptorChain<&GuestMemory>) -> Served {
+        let mut served = Served { written: 0, transferred: 0, synced: false };
         let (Ok(mut reader), Ok(mut writer)) =
             (chain.clone().reader(&self.memory), chain.clone().writer(&self.memory))
         else {
-            return 0;
+            return served;
         };
         // The status byte is the last byte that the device may write.
-        let Some(data_bytes) = writer.available_bytes().checked_sub(1) else { return 0 };
-        let Ok(mut status_writer) = writer.split_at(data_bytes) else { return 0 };
+        let Some(data_bytes) = writer.available_bytes().checked_sub(1) else { return served };
+        let Ok(mut status_writer) = writer.split_at(data_bytes) else { return served };
         let status = match reader.read_obj::<RequestHeader>() {
-            Ok(header) => self.transfer(header, &mut reader, &mut writer),
+            Ok(header) => {
+                let writes = header.kind == blk::VIRTIO_BLK_T_OUT;
+                served.synced =
+                    header.kind == blk::VIRTIO_BLK_T_FLUSH || writes && self.write_through;
+                self.transfer(header, &mut reader, &mut writer)
+            }
             Err(_) => Status::IoError,
         };
-        let written = writer.bytes_written() as u32;
-        match status_writer.write_all(&[status as u8]) {
-            Ok(()) => written + 1,
-            Err(_) => written,
+        served.transferred = reader.bytes_read() + writer.bytes_written();
+        served.written = writer.bytes_written() as u32;
+        if status_writer.write_all(&[status as u8]).is_ok() {
+            served.written += 1;
         }
+        served
     }
 
     fn transfer<'a>(
@@ -177,7 +218,8 @@ impl Block {
                     copy(reader.available_bytes(), |done, buffer| {
                         reader.read_exact(buffer)?;
                         self.file.write_all_at(buffer, start + done)
-                    })
+                    })?;
+                    if self.write_through { self.file.sync_data() } else { Ok(()) }
                 })
             }
             blk::VIRTIO_BLK_T_FLUSH => Some(self.file.sync_data()),
@@ -202,16 +244,39 @@ impl Block {
     }
 }
 
+/// Time of the last write to an image that is a regular file, in nanoseconds since 1970. Block
+/// devices have none.
+pub fn modified_unix_ns(metadata: &Metadata) -> Option<u64> {
+    if !metadata.is_file() {
+        return None;
+    }
+    let seconds = u64::try_from(metadata.mtime()).ok()?;
+    seconds.checked_mul(1_000_000_000)?.checked_add(u64::try_from(metadata.mtime_nsec()).ok()?)
+}
+
 /// Locks an image, so that no two machines write to it, and none writes while another reads.
 fn lock(file: &File, path: &Path, readonly: Switch) -> Result<(), DiskError> {
     let operation = match readonly {
         Switch::On => FlockOperation::NonBlockingLockShared,
         Switch::Off => FlockOperation::NonBlockingLockExclusive,
     };
-    match rustix::fs::flock(file, operation) {
-        Ok(()) => Ok(()),
-        Err(rustix::io::Errno::WOULDBLOCK) => Err(DiskError::InUse { path: path.to_owned() }),
-        Err(error) => Err(DiskError::Open { path: path.to_owned(), source: error.into() }),
+    let is_block_device =
+        file.metadata().is_ok_and(|metadata| metadata.file_type().is_block_device());
+    let patience = if is_block_device { LOCK_PATIENCE } else { Duration::ZERO };
+    let begin = Instant::now();
+    loop {
+        match rustix::fs::flock(file, operation) {
+            Ok(()) => return Ok(()),
+            Err(rustix::io::Errno::WOULDBLOCK) if begin.elapsed() < patience => {
+                std::thread::sleep(LOCK_RETRY);
+            }
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                return Err(DiskError::InUse { path: path.to_owned() });
+            }
+            Err(error) => {
+                return Err(DiskError::Open { path: path.to_owned(), source: error.into() });
+            }
+        }
     }
 }
 
@@ -233,7 +298,9 @@ impl VirtioDevice for Block {
     }
 
     fn features(&self) -> u64 {
-        let mut features = 1 << blk::VIRTIO_BLK_F_FLUSH | 1 << blk::VIRTIO_BLK_F_SEG_MAX;
+        let mut features = 1 << blk::VIRTIO_BLK_F_FLUSH
+            | 1 << blk::VIRTIO_BLK_F_SEG_MAX
+            | 1 << blk::VIRTIO_BLK_F_SIZE_MAX;
         if self.readonly {
             features |= 1 << blk::VIRTIO_BLK_F_RO;
         }
@@ -249,11 +316,11 @@ impl VirtioDevice for Block {
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        // capacity u64, size_max u32, seg_max u32 (section 5.2.4): header and status take two
-        // descriptors.
+        // capacity u64, size_max u32, seg_max u32 (section 5.2.4).
         let mut config = [0u8; 16];
         config[..8].copy_from_slice(&self.sectors.to_le_bytes());
-        config[12..].copy_from_slice(&u32::from(QUEUE_SIZE - 2).to_le_bytes());
+        config[8..12].copy_from_slice(&MAX_SEGMENT_BYTES.to_le_bytes());
+        config[12..].copy_from_slice(&u32::from(MAX_SEGMENTS).to_le_bytes());
         for (index, byte) in data.iter_mut().enumerate() {
             let position =
                 usize::try_from(offset).ok().and_then(|offset| offset.checked_add(index));
@@ -263,7 +330,8 @@ impl VirtioDevice for Block {
 
     fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
-    fn activate(&mut self, _features: u64, queues: Vec<Queue>) -> Result<(), String> {
+    fn activate(&mut self, features: u64, queues: Vec<Queue>) -> Result<(), String> {
+        self.write_through = features & 1 << blk::VIRTIO_BLK_F_FLUSH == 0;
         self.queue = queues.into_iter().next().filter(Queue::ready);
         self.queue.as_ref().map(|_| ()).ok_or_else(|| "the request queue is not ready".to_owned())
     }
@@ -272,18 +340,23 @@ impl VirtioDevice for Block {
         let mut work = Work::default();
         let Some(mut queue) = self.queue.take() else { return work };
         work.more = true;
+        let mut transferred = 0;
         for _ in 0..REQUESTS_A_CALL {
             let Some(chain) = queue.pop_descriptor_chain(&self.memory) else {
                 work.more = false;
                 break;
             };
-            let written = self.serve(&chain);
-            if queue.add_used(&self.memory, chain.head_index(), written).is_err() {
+            let served = self.serve(&chain);
+            if queue.add_used(&self.memory, chain.head_index(), served.written).is_err() {
                 crate::devices::guest_log!("virtio-blk: the used ring cannot be written");
                 work.more = false;
                 break;
             }
             work.interrupt = true;
+            transferred += served.transferred;
+            if served.synced || transferred >= BYTES_A_CALL {
+                break;
+            }
         }
         self.queue = Some(queue);
         work
@@ -298,7 +371,12 @@ impl VirtioDevice for Block {
     }
 
     fn save(&mut self) -> DeviceState {
-        DeviceState::Disk { sectors: self.sectors }
+        let modified_unix_ns = self.file.metadata().ok().and_then(|data| modified_unix_ns(&data));
+        DeviceState::Disk { sectors: self.sectors, modified_unix_ns }
+    }
+
+    fn written_file(&self) -> io::Result<Option<File>> {
+        if self.readonly { Ok(None) } else { self.file.try_clone().map(Some) }
     }
 
     fn release_exclusive(&mut self) -> Result<(), String> {
@@ -312,7 +390,11 @@ impl VirtioDevice for Block {
 
     fn acquire_exclusive(&mut self) -> Result<(), String> {
         let readonly = if self.readonly { Switch::On } else { Switch::Off };
-        lock(&self.file, &self.path, readonly).map_err(|error| error.to_string())
+        lock(&self.file, &self.path, readonly).map_err(|error| error.to_string())?;
+        // Another host may have written to a shared device since this one read from it. Drops
+        // clean pages only, and there are no others.
+        rustix::fs::fadvise(&self.file, 0, None, Advice::DontNeed)
+            .map_err(|error| format!("the disk {}: {error}", self.path.display()))
     }
 
     fn restore(
@@ -321,10 +403,10 @@ impl VirtioDevice for Block {
         driver: Option<(u64, Vec<Queue>)>,
     ) -> Result<(), String> {
         match state {
-            DeviceState::Disk { sectors } if *sectors == self.sectors => {
+            DeviceState::Disk { sectors, .. } if *sectors == self.sectors => {
                 driver.map_or(Ok(()), |(features, queues)| self.activate(features, queues))
             }
-            DeviceState::Disk { sectors } => Err(format!(
+            DeviceState::Disk { sectors, .. } => Err(format!(
                 "the disk has {} bytes, but had {} when the snapshot was taken; \
                  use the image that belongs to the snapshot",
                 self.sectors * SECTOR_BYTES,
@@ -334,3 +416,6 @@ impl VirtioDevice for Block {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

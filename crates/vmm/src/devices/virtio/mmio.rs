@@ -3,6 +3,7 @@
 //! Operations of a driver in the wrong order are either ignored or answered with
 //! DEVICE_NEEDS_RESET; nothing here trusts the guest.
 
+use std::fs::File;
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -61,7 +62,10 @@ pub struct MmioTransport<D> {
     device: D,
     memory: GuestMemory,
     wires: Wires,
+    /// The queues until the device has them.
     queues: Vec<Queue>,
+    /// Register `QueueReady` of each queue of an active device.
+    ready: Vec<bool>,
     features_page: u32,
     driver_features_page: u32,
     driver_features: u64,
@@ -81,6 +85,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
             memory,
             wires,
             queues,
+            ready: Vec::new(),
             features_page: 0,
             driver_features_page: 0,
             driver_features: 0,
@@ -194,10 +199,18 @@ impl<D: VirtioDevice> MmioTransport<D> {
                 _ => 0,
             },
             reg::VIRTIO_MMIO_QUEUE_NUM_MAX => {
-                self.selected().map_or(0, |queue| u32::from(queue.max_size()))
+                let sizes = self.device.queue_sizes();
+                let size = sizes.iter().take(MAX_QUEUES).nth(self.queue_select as usize);
+                size.map_or(0, |size| u32::from(*size))
             }
             reg::VIRTIO_MMIO_QUEUE_READY => {
-                self.selected().map_or(0, |queue| u32::from(queue.ready()))
+                let index = self.queue_select as usize;
+                let ready = if self.active {
+                    self.ready.get(index).copied()
+                } else {
+                    self.queues.get(index).map(Queue::ready)
+                };
+                u32::from(ready.unwrap_or(false))
             }
             reg::VIRTIO_MMIO_STATUS => self.status,
             reg::VIRTIO_MMIO_CONFIG_GENERATION => self.config_generation,
@@ -256,11 +269,6 @@ impl<D: VirtioDevice> MmioTransport<D> {
         }
     }
 
-    /// The queue the driver selected.
-    fn selected(&self) -> Option<&Queue> {
-        self.queues.get(self.queue_select as usize)
-    }
-
     /// Changes the selected queue, as long as the driver has not finished (section 4.2.2.2).
     fn with_selected(&mut self, change: impl FnOnce(&mut Queue)) {
         if self.active {
@@ -301,6 +309,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
     fn activate(&mut self) {
         let ready = self.status & VIRTIO_CONFIG_S_FEATURES_OK != 0
             && self.queues.iter().all(|queue| !queue.ready() || queue.is_valid(&self.memory));
+        self.ready = self.queues.iter().map(Queue::ready).collect();
         let result = if ready {
             self.device.activate(self.driver_features, std::mem::take(&mut self.queues))
         } else {
@@ -339,6 +348,9 @@ pub trait ManagedDevice: Send {
     /// Describes the device for the destination of a migration.
     fn describe(&self) -> DeviceDescription;
 
+    /// Like [`VirtioDevice::written_file`].
+    fn written_file(&self) -> io::Result<Option<File>>;
+
     /// Like [`VirtioDevice::release_exclusive`].
     fn release_exclusive(&mut self) -> Result<(), String>;
 
@@ -373,6 +385,7 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
             interrupt_status: self.interrupt_status.load(Ordering::Acquire),
             config_generation: self.config_generation,
             active: self.active,
+            ready: if self.active { self.ready.clone() } else { Vec::new() },
             queues: queues.into_iter().map(SavedQueue::from).collect(),
             device,
         }
@@ -410,6 +423,10 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
         {
             return Err("a queue lies outside of guest memory".to_owned());
         }
+        if state.ready.len() > limits.len() {
+            return Err("it has more queues than this device".to_owned());
+        }
+        self.ready = state.ready.clone();
         if state.active {
             self.device.restore(&state.device, Some((state.driver_features, queues)))?;
             self.queues.clear();
@@ -435,6 +452,10 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
             queue_sizes: self.device.queue_sizes(),
             disk_bytes: self.device.disk_bytes(),
         }
+    }
+
+    fn written_file(&self) -> io::Result<Option<File>> {
+        self.device.written_file()
     }
 
     fn release_exclusive(&mut self) -> Result<(), String> {

@@ -7,6 +7,8 @@ pub mod rng;
 pub mod state;
 pub mod worker;
 
+use std::fs::File;
+use std::io;
 use std::time::Instant;
 
 use virtio_queue::{Queue, QueueState};
@@ -86,6 +88,12 @@ pub trait VirtioDevice: Send {
     /// State for a snapshot besides the queues. Called while the worker is paused.
     fn save(&mut self) -> DeviceState {
         DeviceState::Queues
+    }
+
+    /// A descriptor of the file that [`release_exclusive`](Self::release_exclusive) must write back,
+    /// so that this can be done before while the device works.
+    fn written_file(&self) -> io::Result<Option<File>> {
+        Ok(None)
     }
 
     /// Releases what only one monitor may hold, because another one continues the machine. Called

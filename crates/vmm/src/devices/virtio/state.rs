@@ -25,6 +25,10 @@ pub struct TransportState {
     pub config_generation: u32,
     /// Whether a driver runs the device.
     pub active: bool,
+    /// Register `QueueReady` of each queue of an active device. Missing in older snapshots, whose
+    /// drivers then read 0.
+    #[serde(default)]
+    pub ready: Vec<bool>,
     /// The queues in order.
     pub queues: Vec<SavedQueue>,
     /// State of the device itself.
@@ -101,6 +105,10 @@ pub enum DeviceState {
     Disk {
         /// Its size, in sectors of 512 bytes.
         sectors: u64,
+        /// Time of the last write to its image, in nanoseconds since 1970; `None` for a block
+        /// device, and in older snapshots.
+        #[serde(default)]
+        modified_unix_ns: Option<u64>,
     },
 }
 

@@ -108,6 +108,12 @@ fn a_well_behaved_driver_gets_its_device() {
     assert_eq!(read(&window, reg::VIRTIO_MMIO_DEVICE_FEATURES), 1);
     initialize(&window);
     assert!(behind(&window).is_active());
+    // As before the device was started (section 4.2.2).
+    for (queue, size) in [(0, 16), (1, 32)] {
+        write(&window, reg::VIRTIO_MMIO_QUEUE_SEL, queue);
+        assert_eq!(read(&window, reg::VIRTIO_MMIO_QUEUE_NUM_MAX), size);
+        assert_eq!(read(&window, reg::VIRTIO_MMIO_QUEUE_READY), 1);
+    }
     assert_eq!(behind(&window).device().activated, Some(FEATURE | 1 << 32));
     assert_eq!(behind(&window).wires().wake.read().unwrap(), 1);
 
@@ -233,7 +239,10 @@ fn invalid_states_are_refused() {
         |state| state.queues[0].size = 3,
         |state| state.queues[1].used_ring = 1 << 30,
         |state| state.queues.push(state.queues[0]),
-        |state| state.device = super::super::state::DeviceState::Disk { sectors: 1 },
+        |state| {
+            state.device =
+                super::super::state::DeviceState::Disk { sectors: 1, modified_unix_ns: None }
+        },
     ];
     for (index, spoil) in wrong.into_iter().enumerate() {
         let mut state = good.clone();

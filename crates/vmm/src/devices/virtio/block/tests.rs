@@ -1,0 +1,148 @@
+//! The disk's caches and limits; its requests are tested with those of other devices.
+
+use std::fs::OpenOptions;
+use std::io::Write as _;
+
+use rustix::mm::{MapFlags, ProtFlags};
+use virtio_queue::QueueT;
+use vm_memory::{Bytes, GuestAddress};
+
+use super::*;
+
+const FLUSH: u64 = 1 << blk::VIRTIO_BLK_F_FLUSH;
+const RING: u16 = 64;
+const DESCRIPTORS: u64 = 0x1000;
+const AVAILABLE: u64 = 0x2000;
+const USED: u64 = 0x3000;
+const HEADER: u64 = 0x4000;
+const STATUS: u64 = 0x5000;
+const DATA: u64 = 0x10000;
+const MEMORY_BYTES: usize = 1 << 20;
+
+fn open(path: &Path, memory: &GuestMemory) -> Result<Block, DiskError> {
+    let config = DiskConfig { path: path.to_owned(), readonly: Switch::Off };
+    Block::open(&config, 0, memory.clone(), DiskLock::Later)
+}
+
+/// `count` requests of `kind`, each with `length` bytes of data at the disk's beginning.
+fn requests(kind: u32, length: u32, count: u16) -> (GuestMemory, Queue) {
+    let memory = GuestMemory::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap();
+    let data_flags = if kind == blk::VIRTIO_BLK_T_IN { 3 } else { 1 };
+    memory.write_obj(kind, GuestAddress(HEADER)).unwrap();
+    memory.write_obj(0_u64, GuestAddress(HEADER + 8)).unwrap();
+    for request in 0..count {
+        let first = request * 3;
+        let chain =
+            [(HEADER, 16, 1_u16), (DATA, length, data_flags), (STATUS + u64::from(request), 1, 2)];
+        for (index, (address, length, flags)) in (first..).zip(chain) {
+            let at = DESCRIPTORS + 16 * u64::from(index);
+            memory.write_obj(address, GuestAddress(at)).unwrap();
+            memory.write_obj(length, GuestAddress(at + 8)).unwrap();
+            memory.write_obj(flags, GuestAddress(at + 12)).unwrap();
+            memory.write_obj(index + 1, GuestAddress(at + 14)).unwrap();
+        }
+        memory.write_obj(0xff_u8, GuestAddress(STATUS + u64::from(request))).unwrap();
+        memory.write_obj(first, GuestAddress(AVAILABLE + 4 + 2 * u64::from(request))).unwrap();
+    }
+    memory.write_obj(count, GuestAddress(AVAILABLE + 2)).unwrap();
+    let mut queue = Queue::new(QUEUE_SIZE).unwrap();
+    queue.set_size(RING);
+    queue.set_desc_table_address(Some(DESCRIPTORS as u32), None);
+    queue.set_avail_ring_address(Some(AVAILABLE as u32), None);
+    queue.set_used_ring_address(Some(USED as u32), None);
+    queue.set_ready(true);
+    (memory, queue)
+}
+
+fn completed(memory: &GuestMemory) -> u16 {
+    memory.read_obj(GuestAddress(USED + 2)).unwrap()
+}
+
+/// /dev/zero takes writes and cannot be synced: a request fails if and only if it syncs.
+#[test]
+fn writes_of_a_driver_that_cannot_flush_are_synced() {
+    for (features, expected) in [(FLUSH, blk::VIRTIO_BLK_S_OK), (0, blk::VIRTIO_BLK_S_IOERR)] {
+        let (memory, queue) = requests(blk::VIRTIO_BLK_T_OUT, 512, 1);
+        let image = tempfile::NamedTempFile::new().unwrap();
+        image.as_file().set_len(4096).unwrap();
+        let mut disk = open(image.path(), &memory).unwrap();
+        disk.file = OpenOptions::new().read(true).write(true).open("/dev/zero").unwrap();
+        disk.activate(features, vec![queue]).unwrap();
+        disk.process_queue(0);
+        let status: u8 = memory.read_obj(GuestAddress(STATUS)).unwrap();
+        assert_eq!(u32::from(status), expected, "features {features:#x}");
+    }
+}
+
+#[test]
+fn a_call_ends_after_a_flush_and_after_some_mebibytes() {
+    let image = tempfile::NamedTempFile::new().unwrap();
+    image.as_file().set_len(1 << 20).unwrap();
+    let cases = [
+        (blk::VIRTIO_BLK_T_IN, 4096, 16, "small requests"),
+        (blk::VIRTIO_BLK_T_FLUSH, 0, 1, "flushes"),
+        (blk::VIRTIO_BLK_T_IN, 512 << 10, 8, "large requests"),
+    ];
+    for (kind, length, expected, what) in cases {
+        let (memory, queue) = requests(kind, length, 18);
+        let mut disk = open(image.path(), &memory).unwrap();
+        disk.activate(FLUSH, vec![queue]).unwrap();
+        assert!(disk.process_queue(0).more);
+        assert_eq!(completed(&memory), expected, "{what}");
+        while disk.process_queue(0).more {}
+        assert_eq!(completed(&memory), 18, "{what}");
+    }
+}
+
+/// The largest request that the configuration allows.
+#[test]
+fn the_largest_request_is_served() {
+    let memory = GuestMemory::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap();
+    let image = tempfile::NamedTempFile::new().unwrap();
+    image.as_file().set_len(MAX_TRANSFER_BYTES as u64 + 512).unwrap();
+    let disk = open(image.path(), &memory).unwrap();
+    let mut config = [0; 16];
+    disk.read_config(0, &mut config);
+    let number = |at: usize| u32::from_le_bytes(config[at..at + 4].try_into().unwrap());
+    assert_ne!(disk.features() & 1 << blk::VIRTIO_BLK_F_SIZE_MAX, 0);
+    let largest = number(8) as usize * number(12) as usize;
+    assert!(disk.position(0, largest).is_some());
+    assert!(disk.position(0, largest + 512).is_none());
+}
+
+/// A host that had read from a shared disk must not use these pages after another has written.
+#[test]
+fn an_acquired_disk_is_read_again() {
+    const BYTES: usize = 64 << 10;
+    // /tmp may be in memory, where pages cannot be dropped.
+    let image = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    image.as_file().write_all(&[7; BYTES]).unwrap();
+    image.as_file().sync_all().unwrap();
+    let memory = GuestMemory::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap();
+    let mut disk = open(image.path(), &memory).unwrap();
+    disk.file.read_exact_at(&mut [0; BYTES], 0).unwrap();
+    assert!(cached_pages(&image) > 0);
+    disk.acquire_exclusive().unwrap();
+    assert_eq!(cached_pages(&image), 0);
+}
+
+fn cached_pages(image: &tempfile::NamedTempFile) -> usize {
+    let bytes = image.as_file().metadata().unwrap().len() as usize;
+    let mut resident = vec![0_u8; bytes.div_ceil(4096)];
+    // SAFETY: a fresh mapping, whose memory is never accessed, is queried with a vector that has
+    // an entry for each of its pages, and is unmapped.
+    unsafe {
+        let at = rustix::mm::mmap(
+            std::ptr::null_mut(),
+            bytes,
+            ProtFlags::READ,
+            MapFlags::SHARED,
+            image.as_file(),
+            0,
+        )
+        .unwrap();
+        assert_eq!(libc::mincore(at, bytes, resident.as_mut_ptr()), 0);
+        rustix::mm::munmap(at, bytes).unwrap();
+    }
+    resident.iter().filter(|page| **page & 1 != 0).count()
+}
