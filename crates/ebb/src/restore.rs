@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use ebb_vmm::snapshot::SnapshotFile;
-use ebb_vmm::vm::{self, Start};
+use ebb_vmm::vm::{self, ChangedDisks, Start};
 
 use crate::overrides::OverrideArgs;
 use crate::run::run_machine;
@@ -13,7 +13,8 @@ const AFTER_HELP: &str = "\
 The machine has its former memory, vCPUs and devices. Its memory is read from the snapshot when the
 guest touches it, and written to private memory, so that any number of machines can run from one
 snapshot at a time; a writable disk belongs to only one of them, so give each machine its own copy
-with --disk. The file must not be changed while machines run from it; it may be renamed or removed.
+with --disk (cp --preserve=timestamps: an image that was written after the snapshot was taken is
+refused). The file must not be changed while machines run from it; it may be renamed or removed.
 
 The paths of kernel, initrd and disks in a snapshot are not trusted: name the files with --kernel,
 --initrd and --disk, or give --trust-paths for a snapshot that you created yourself. With
@@ -43,6 +44,10 @@ pub struct Args {
     /// Use a snapshot that belongs to another user or that others may write
     #[arg(long)]
     trust: bool,
+    /// Continue although a disk was written after the snapshot was taken, or is a copy without the
+    /// time of the original
+    #[arg(long)]
+    accept_changed_disks: bool,
 }
 
 /// Runs the guest; the exit code reports how it ended.
@@ -57,5 +62,6 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let end = args.overrides.host.end;
     let overrides = args.overrides.into_overrides();
     let start = if args.paused { Start::Paused } else { Start::Running };
-    run_machine(end, || vm::restore(snapshot, overrides, start))
+    let disks = if args.accept_changed_disks { ChangedDisks::Accept } else { ChangedDisks::Refuse };
+    run_machine(end, || vm::restore(snapshot, overrides, disks, start))
 }

@@ -98,6 +98,15 @@ fn everything_goes_on(scene: &Scene) {
     guest.send(Command::PowerOff);
     let (code, log) = guest.wait_end();
     assert_eq!((code, log.as_str()), (Some(0), ""));
+
+    // The guest has written to its disk since the snapshot was taken.
+    let (code, log) = Restore::new(scene, &file).args(["--disk", &image]).refused();
+    assert_eq!(code, Some(1), "{log}");
+    assert!(log.contains("--accept-changed-disks") && log.contains("disk"), "{log}");
+    let accepting = ["--disk", &image, "--accept-changed-disks"];
+    let guest = Restore::new(scene, &file).args(accepting).start();
+    assert_eq!(guest.wrong_pages(), 0);
+    guest.end();
 }
 
 fn reboot_after_restore(scene: &Scene) {

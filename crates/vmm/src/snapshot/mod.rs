@@ -133,6 +133,17 @@ pub enum SnapshotError {
     /// The description names files of the host where it was made.
     #[error("the machine's files must be named for this host: {0}")]
     PathsNotNamed(String),
+    /// A disk is not as it was.
+    #[error(
+        "the disk {} is not as it was when the snapshot was taken, and the guest would damage its \
+         file systems: use an image from that moment (copy it with cp --preserve=timestamps), or \
+         give --accept-changed-disks",
+        path.display()
+    )]
+    DiskChanged {
+        /// Its image.
+        path: PathBuf,
+    },
     /// Other users could change the guest's memory.
     #[error(
         "the snapshot {} {problem}, who could change the guest's memory while it runs: use a copy, \

@@ -5,11 +5,13 @@ use ebb_kvm_clock::SavedClock;
 use kvm_bindings::{kvm_irqchip, kvm_pit_state2};
 use serde::{Deserialize, Serialize};
 
-use super::MachineConfig;
 use super::processor::Processor;
+use super::{MachineConfig, SnapshotError};
+use crate::config::DiskConfig;
 use crate::cpu::state::VcpuState;
 use crate::devices::serial::SavedSerial;
-use crate::devices::virtio::state::TransportState;
+use crate::devices::virtio::block::modified_unix_ns;
+use crate::devices::virtio::state::{DeviceState, TransportState};
 
 /// The state of a paused machine.
 #[derive(Serialize, Deserialize)]
@@ -32,6 +34,9 @@ pub struct MachineState {
     pub serial: SavedSerial,
     /// ACPI events that the guest has not read.
     pub acpi_events: u8,
+    /// Whether the machine was paused, and remains so at the destination of a migration.
+    #[serde(default)]
+    pub paused: bool,
     /// virtio devices in slot order.
     pub devices: Vec<TransportState>,
     /// Location of the RAM's content in the file; `None` if the RAM is transferred separately, as
@@ -79,6 +84,33 @@ impl MachineState {
                 "it has {ram_bytes} bytes of RAM for {}",
                 self.machine.memory_bytes
             ));
+        }
+        Ok(())
+    }
+
+    /// Checks that the images of the disks are as they were when the snapshot was taken. An image
+    /// that cannot be read is left to the device, which reports that better.
+    ///
+    /// # Errors
+    /// [`SnapshotError::DiskChanged`].
+    pub(crate) fn check_disks(&self, disks: &[DiskConfig]) -> Result<(), SnapshotError> {
+        let saved = self.devices.iter().filter_map(|device| match device.device {
+            DeviceState::Disk { modified_unix_ns, .. } => Some(modified_unix_ns),
+            _ => None,
+        });
+        for (disk, saved) in disks.iter().zip(saved) {
+            let Some(found) = disk.path.metadata().ok().and_then(|data| modified_unix_ns(&data))
+            else {
+                continue;
+            };
+            let changed = match saved {
+                Some(saved) => found != saved,
+                // Timestamps of files are coarser than clocks.
+                None => found / 1_000_000 > self.created_unix_ms.saturating_add(2_000),
+            };
+            if changed {
+                return Err(SnapshotError::DiskChanged { path: disk.path.clone() });
+            }
         }
         Ok(())
     }

@@ -89,6 +89,7 @@ pub(crate) fn write_machine(path: &Path, ram: &GuestRam) -> Result<Written, Snap
             input: vec![b'x'],
         },
         acpi_events: 0,
+        paused: false,
         devices: Vec::new(),
         ram: Some(ram.save(new.file(), RAM_OFFSET_BYTES, &mut |_| {})?),
     };

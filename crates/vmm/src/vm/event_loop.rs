@@ -4,7 +4,6 @@ use std::io::{self, IsTerminal};
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, UNIX_EPOCH};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmm_sys_util::eventfd::EventFd;
@@ -44,33 +43,28 @@ pub fn run(config: VmConfig) -> Result<GuestExit, VmError> {
     run_from(config, Origin::Kernel, Start::Running)
 }
 
+/// What to do about a disk that was written after the snapshot was taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ChangedDisks {
+    /// The machine is not continued: its guest caches file systems in memory, and would damage
+    /// those that have changed.
+    Refuse,
+    /// The machine is continued.
+    Accept,
+}
+
 /// Continues the machine of a snapshot and runs it until it ends.
 pub fn restore(
     snapshot: SnapshotFile,
     overrides: Overrides,
+    changed_disks: ChangedDisks,
     start: Start,
 ) -> Result<GuestExit, VmError> {
     let config = snapshot.state.machine.clone().into_vm_config(overrides)?;
-    warn_of_newer_disks(&config, snapshot.state.created_unix_ms);
-    run_from(config, Origin::Snapshot(Box::new(snapshot)), start)
-}
-
-/// Warns of disks changed after the snapshot: a guest caches its file systems' state in memory, so
-/// a disk must be as it was when the snapshot was taken.
-fn warn_of_newer_disks(config: &VmConfig, created_unix_ms: u64) {
-    let written_after = |path: &Path| -> Option<bool> {
-        let modified = path.metadata().ok()?.modified().ok()?;
-        let created = UNIX_EPOCH + Duration::from_millis(created_unix_ms);
-        // File timestamps are coarser than clocks.
-        Some(modified > created + Duration::from_secs(2))
-    };
-    for disk in config.disks.iter().filter(|disk| written_after(&disk.path) == Some(true)) {
-        tracing::warn!(
-            "the disk {} was written after the snapshot was taken; the guest may damage its \
-             file systems: use a copy made together with the snapshot",
-            disk.path.display()
-        );
+    if changed_disks == ChangedDisks::Refuse {
+        snapshot.state.check_disks(&config.disks)?;
     }
+    run_from(config, Origin::Snapshot(Box::new(snapshot)), start)
 }
 
 fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit, VmError> {

@@ -119,6 +119,7 @@ impl Vm {
             interrupts,
             serial: lock(&self.serial).save(),
             acpi_events: lock(&self.acpi).pending_events(),
+            paused: false,
             devices,
             ram: None,
         })
