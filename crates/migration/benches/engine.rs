@@ -147,6 +147,10 @@ impl SourceMemory for Source {
 struct Idle;
 
 impl Guest for Idle {
+    fn flush(&mut self) -> Result<(), BoxError> {
+        Ok(())
+    }
+
     fn pause_and_save(&mut self) -> Result<(), BoxError> {
         Ok(())
     }

@@ -4,6 +4,15 @@ use crate::{BoxError, HintReceiver};
 
 /// The guest that is migrated.
 pub trait Guest {
+    /// Writes back what [`pause_and_save`](Self::pause_and_save) or the end of the migration would
+    /// otherwise wait for while the guest is paused, such as the page cache of its disks. Called at
+    /// the end of each round while the guest runs, before its writes are synced: what it takes is
+    /// part of the round.
+    ///
+    /// # Errors
+    /// If something cannot be written back. The migration continues: the end reports it again.
+    fn flush(&mut self) -> Result<(), BoxError>;
+
     /// Pauses vCPUs and devices and saves their state, which the implementor keeps. Nothing writes
     /// to guest memory from the return of this call until [`resume`](Self::resume). Writes made
     /// while the state is saved are in the dirty source.

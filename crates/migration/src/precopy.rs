@@ -215,6 +215,9 @@ impl<'a> Engine<'a> {
         detail.pages = pages;
         self.confirm(detail.round, tracker.remaining_pages())?;
         let elapsed = started.elapsed();
+        if let Err(error) = self.guest.flush() {
+            tracing::warn!("the guest's data cannot be written back before it is paused: {error}");
+        }
         detail.pages_written = tracker.sync()?;
         detail.bytes_sent = self.sent_bytes.load(Ordering::Relaxed) - sent_before;
         detail.total_ms = milliseconds(elapsed);

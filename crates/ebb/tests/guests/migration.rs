@@ -9,7 +9,9 @@ use crate::clocks::{complaints, watch, watched, watched_since};
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, WRONG_CONTENT, counts, eventually, when};
 use crate::module_support::Module;
-use crate::moved::{Receive, Route, move_and_look_back, move_to, number};
+use crate::moved::{
+    MIGRATED, Migrate, Receive, Route, move_and_look_back, move_to, number, wait_sending,
+};
 use crate::setup::Setup;
 
 /// The tests.
@@ -232,8 +234,22 @@ fn paused_stays_paused(scene: &Scene) {
     let guest = Setup::new(scene).memory("size=256M").start();
     guest.run(Command::Hold { bytes: 32 * MIB, pattern: 46 });
     guest.put("/vm/pause");
-    let (guest, _) = move_to(Receive::new(scene, "second", Route::Unix), guest, NONE);
+    let (mut guest, _) = move_to(Receive::new(scene, "second", Route::Unix), guest, NONE);
     assert_eq!(guest.vm().state, VmState::Paused);
+    // The state at the end of the migration counts, not that at its beginning.
+    for (name, change, state) in
+        [("third", "/vm/resume", VmState::Running), ("fourth", "/vm/pause", VmState::Paused)]
+    {
+        let (there, address) = Receive::new(scene, name, Route::Unix).start();
+        let slow = ["--bandwidth", "10M"];
+        let mut client = Migrate::new(scene, &guest, &address).args(slow).spawn();
+        wait_sending(&guest, MIB);
+        guest.put(change);
+        assert_eq!(client.wait().unwrap().code(), Some(0), "{name}");
+        assert_eq!(there.vm().state, state, "{name}");
+        assert_eq!(guest.wait_end().0, Some(MIGRATED), "{name}");
+        guest = there;
+    }
     guest.put("/vm/resume");
     check_memory(&guest);
 }

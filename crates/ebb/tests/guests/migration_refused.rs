@@ -12,12 +12,11 @@ use ebb_agent::protocol::Command;
 use ebb_vmm::api::VmState;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, KeyUsagePurpose};
 use rustix::process::Signal;
-use serde_json::Value;
 
 use crate::clocks::{complaints, watch, watched, watched_since};
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, eventually, when};
-use crate::moved::{Migrate, Receive, Route, move_to, unix, unused_address};
+use crate::moved::{Migrate, Receive, Route, move_to, unix, unused_address, wait_sending};
 use crate::saved::boot_files;
 use crate::setup::Setup;
 
@@ -63,19 +62,6 @@ fn start(scene: &Scene) -> Guest {
     guest.run(Command::Hold { bytes: 96 * MIB, pattern: 51 });
     watch(&guest);
     guest
-}
-
-/// Waits until a migration has sent memory.
-#[track_caller]
-fn wait_sending(guest: &Guest, least_bytes: u64) -> Value {
-    eventually("memory is sent", 60, || {
-        let status: Value =
-            guest.client().get("/vm/migration").map_err(|error| error.to_string())?;
-        let sent = status["bytes_sent"].as_u64().unwrap_or(0);
-        // Not the amount that the previous migration has sent.
-        when(status["phase"] == "precopy" && sent >= least_bytes, || status.to_string())?;
-        Ok(status)
-    })
 }
 
 fn nobody_there(scene: &Scene) {

@@ -8,7 +8,7 @@ use std::process::{Command as Program, Output, Stdio};
 use serde_json::Value;
 
 use crate::guest::Guest;
-use crate::harness::{Scene, eventually};
+use crate::harness::{Scene, eventually, when};
 use crate::saved::boot_files;
 
 /// Message of `ebb receive` before the address that it listens on.
@@ -163,4 +163,17 @@ pub fn unused_address() -> String {
 /// The address of a socket in the test's directory.
 pub fn unix(path: &Path) -> String {
     format!("unix:{}", path.display())
+}
+
+/// Waits until a migration has sent memory.
+#[track_caller]
+pub fn wait_sending(guest: &Guest, least_bytes: u64) -> Value {
+    eventually("memory is sent", 60, || {
+        let status: Value =
+            guest.client().get("/vm/migration").map_err(|error| error.to_string())?;
+        let sent = status["bytes_sent"].as_u64().unwrap_or(0);
+        // Not the amount that the previous migration has sent.
+        when(status["phase"] == "precopy" && sent >= least_bytes, || status.to_string())?;
+        Ok(status)
+    })
 }

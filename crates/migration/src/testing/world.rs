@@ -87,6 +87,8 @@ pub struct World {
     next_value: u64,
     armed: bool,
     paused: bool,
+    /// The guest's data was written back since the last round.
+    flushed: bool,
     throttle_percent: u8,
     hints: Option<HintReceiver>,
     /// Pages hinted and not handled by the device yet.
@@ -126,6 +128,7 @@ impl Hooks {
             next_value,
             armed: false,
             paused: false,
+            flushed: false,
             throttle_percent: 0,
             hints: None,
             queue: VecDeque::new(),
@@ -444,8 +447,16 @@ impl DirtySource for SimDirty {
 pub struct SimGuest(pub Hooks);
 
 impl Guest for SimGuest {
+    fn flush(&mut self) -> Result<(), BoxError> {
+        let mut world = self.0.world();
+        world.live();
+        world.flushed = true;
+        Ok(())
+    }
+
     fn pause_and_save(&mut self) -> Result<(), BoxError> {
         let mut world = self.0.world();
+        assert!(world.flushed, "the guest is paused with data that is not written back");
         world.live();
         assert!(world.hints.is_none(), "the driver has not been notified of the end of hints");
         world.log_all();

@@ -78,6 +78,10 @@ impl SourceMemory for Faulty<SimMemory> {
 }
 
 impl Guest for Faulty<SimGuest> {
+    fn flush(&mut self) -> Result<(), BoxError> {
+        self.0.flush()
+    }
+
     fn pause_and_save(&mut self) -> Result<(), BoxError> {
         self.0.pause_and_save()?;
         self.fail(Fault::Pause)

@@ -92,6 +92,10 @@ fn pass_on(hints: &Queue<(HintReceiver, PageRange)>) {
 struct Stops<'a>(&'a Machine, Option<std::sync::RwLockWriteGuard<'a, ()>>);
 
 impl Guest for Stops<'_> {
+    fn flush(&mut self) -> Result<(), BoxError> {
+        Ok(())
+    }
+
     fn pause_and_save(&mut self) -> Result<(), BoxError> {
         self.1 = Some(self.0.running.write().map_err(|_| "a thread has failed")?);
         Ok(())

@@ -254,25 +254,25 @@ fn other_programs_are_detected() {
 
 #[test]
 fn another_version_is_reported_on_both_sides() {
-    // The previous release was version 1. A destination of it.
-    let mut answer = preamble(1, 1, 0, [0; 16]);
+    // The previous release was version 2. A destination of it.
+    let mut answer = preamble(2, 1, 0, [0; 16]);
     answer.extend([0; 100]);
     let error = meet(answer.leak(), &TimeLimits::default());
-    assert!(matches!(error, SessionError::Version { theirs: 1, ours: 2, .. }), "{error:?}");
+    assert!(matches!(error, SessionError::Version { theirs: 2, ours: 3, .. }), "{error:?}");
     assert!(error.to_string().contains("same release"), "{error}");
 
     // A source of it.
     let mut listener = listen(&drive::loopback(), &Security::Insecure, &TimeLimits::default());
     let mut source = dial(listener.address());
-    source.write_all(&preamble(1, 1, 0, [0; 16])).unwrap();
+    source.write_all(&preamble(2, 1, 0, [0; 16])).unwrap();
     while listener.refusals().count() == 0 {
         listener.accept(Some(Duration::from_millis(20))).unwrap_err();
     }
     let logged = listener.refusals().last().unwrap();
-    assert!(logged.contains("version 2") && logged.contains("version 1"), "{logged}");
+    assert!(logged.contains("version 3") && logged.contains("version 2"), "{logged}");
     assert_eq!(
         read_all(source),
-        preamble(2, 1, 0, [0; 16]),
+        preamble(3, 1, 0, [0; 16]),
         "it receives the version of this side"
     );
 }
@@ -339,4 +339,37 @@ fn a_destination_of_another_user_is_not_trusted() {
     assert!(matches!(error, SessionError::ForeignUser { theirs: 65534, ours: 0, .. }), "{error:?}");
     drop(done);
     destination.join().unwrap();
+}
+
+#[test]
+fn a_body_that_trickles_does_not_occupy_the_destination() {
+    let limit = Duration::from_millis(200);
+    let limits = TimeLimits { setup: limit, progress: limit, ..TimeLimits::default() };
+    let mut listener = listen(&drive::loopback(), &Security::Insecure, &limits);
+    let mut source = dial(listener.address());
+    let source = std::thread::spawn(move || {
+        let frame = |kind: u8, length: usize| {
+            let mut bytes = u32::try_from(length).unwrap().to_le_bytes().to_vec();
+            bytes.push(kind);
+            bytes
+        };
+        let hello = serde_json::to_vec(&greeting("source 1")).unwrap();
+        source
+            .write_all(&preamble(ebb_migration::session::PROTOCOL_VERSION, 1, 0, [0; 16]))
+            .unwrap();
+        source.write_all(&frame(1, hello.len())).unwrap();
+        source.write_all(&hello).unwrap();
+        const SETUP_BYTES: usize = 1000;
+        source.write_all(&frame(2, SETUP_BYTES)).unwrap();
+        // A byte at a time, each long before the limit.
+        let sent = (0..SETUP_BYTES).take_while(|_| {
+            std::thread::sleep(limit / 10);
+            source.write_all(b" ").is_ok()
+        });
+        (sent.count(), SETUP_BYTES)
+    });
+    let error = listener.accept(None).unwrap().setup::<Machine>().unwrap_err();
+    assert!(matches!(error, SessionError::TimedOut { .. }), "{error}");
+    let (sent, all) = source.join().unwrap();
+    assert!(sent < all, "the source sent all of its {all} bytes");
 }

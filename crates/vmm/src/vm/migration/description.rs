@@ -32,8 +32,6 @@ pub struct Description {
     pub devices: Vec<DeviceDescription>,
     /// Resident memory in bytes: the minimum that it needs at the destination.
     pub held_bytes: u64,
-    /// Whether it is paused, and remains so.
-    pub paused: bool,
     /// The files of its memory, if they are shared instead of their content being sent.
     pub shared: Option<SharedLayout>,
 }

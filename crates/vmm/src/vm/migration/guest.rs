@@ -104,7 +104,9 @@ impl MovedGuest {
         *state = VmState::Migrating;
         drop(state);
         *lock(&self.stopped.0) = Saved { state: None, at, was_paused };
-        lock(&self.stopped.0).state = Some(self.vm.capture()?);
+        let mut state = self.vm.capture()?;
+        state.paused = was_paused;
+        lock(&self.stopped.0).state = Some(state);
         if let Some(at) = at {
             tracing::debug!("stopped and saved in {:?}", at.elapsed());
         }
@@ -113,6 +115,18 @@ impl MovedGuest {
 }
 
 impl Guest for MovedGuest {
+    /// Writes back the page cache of the disks, without the locks of their devices: this may take
+    /// long, and the guest uses them meanwhile.
+    fn flush(&mut self) -> Result<(), BoxError> {
+        for device in &self.vm.devices {
+            let file = lock(device).written_file()?;
+            if let Some(file) = file {
+                file.sync_data()?;
+            }
+        }
+        Ok(())
+    }
+
     fn pause_and_save(&mut self) -> Result<(), BoxError> {
         let deadline = Instant::now() + REBOOT_LIMIT;
         while let Stop::RebootFirst = self.try_stop()? {

@@ -34,7 +34,6 @@ impl Vm {
             devices: here.devices,
             // Pages that are shared here need memory of their own there.
             held_bytes: self.ram.resident_bytes()? + self.merged_bytes().unwrap_or(0),
-            paused: self.state() == VmState::Paused,
             shared: None,
         })
     }

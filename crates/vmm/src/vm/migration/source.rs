@@ -161,6 +161,9 @@ impl Migration<'_> {
         let stopped = Stopped::default();
         let mut guest = MovedGuest::new(self.vm.clone(), stopped.clone());
         self.migrations.update(|status| status.phase = MigrationPhase::SwitchOver);
+        if let Err(error) = guest.flush() {
+            tracing::warn!("the disks cannot be written back before the pause: {error}");
+        }
         if let Err(error) = guest.pause_and_save() {
             let problem = format!("the machine cannot be stopped: {}", with_causes(&*error));
             streaming.abort(problem.as_str());

@@ -20,7 +20,6 @@ fn description() -> Description {
         regions: vec![MemoryRegion { start: 0, size_bytes: 32 << 20 }],
         devices: vec![disk(1 << 20)],
         held_bytes: 20 << 20,
-        paused: false,
         shared: None,
     }
 }

@@ -84,8 +84,7 @@ impl Arrival {
     pub(super) fn run(mut self) -> Result<(), Problem> {
         let (setup, description) =
             self.listener.receive_setup::<Description>(self.time_limit).map_err(problem)?;
-        let (paused, shares, cpus) =
-            (description.paused, description.shared.is_some(), description.machine.cpus);
+        let (shares, cpus) = (description.shared.is_some(), description.machine.cpus);
         let (waiting, shared) = take_shared(setup, &description)?;
         // The main thread waits for this, or has ended and closed its end.
         let sent = self.descriptions.send(Box::new(Announced { description, shared }));
@@ -117,10 +116,13 @@ impl Arrival {
             streaming = receive_memory(&vm, streaming, streams, &self.cancel)?;
         }
         let (restoring, bytes) = streaming.receive_state().map_err(problem)?;
-        if let Err(reason) = restore(&vm, &bytes, cpus) {
-            restoring.fail(reason.as_str());
-            return Err(reason);
-        }
+        let paused = match restore(&vm, &bytes, cpus) {
+            Ok(paused) => paused,
+            Err(reason) => {
+                restoring.fail(reason.as_str());
+                return Err(reason);
+            }
+        };
         let committed = restoring.ready().map_err(problem)?;
         start(&vm, committed, paused)?;
         // Makes the main thread poll console input from now on.
@@ -181,8 +183,8 @@ fn receive_memory(
     }
 }
 
-/// Restores the received state.
-fn restore(vm: &Vm, bytes: &[u8], cpus: u8) -> Result<(), Problem> {
+/// Restores the received state; returns whether the machine remains paused.
+fn restore(vm: &Vm, bytes: &[u8], cpus: u8) -> Result<bool, Problem> {
     let begin = Instant::now();
     let state: MachineState = serde_json::from_slice(bytes)
         .map_err(|error| format!("the machine's state is invalid: {error}"))?;
@@ -196,7 +198,9 @@ fn restore(vm: &Vm, bytes: &[u8], cpus: u8) -> Result<(), Problem> {
     state
         .validate(vm.ram.size_bytes())
         .map_err(|what| format!("the machine's state is inconsistent: {what}"))?;
-    vm.restore(state).map_err(problem)
+    let paused = state.paused;
+    vm.restore(state).map_err(problem)?;
+    Ok(paused)
 }
 
 /// Starts the machine after the source has committed, or reports that it never will run. The latter
