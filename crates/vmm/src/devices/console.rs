@@ -3,7 +3,6 @@
 //! A reader that does not read must not stop the guest, and must not delay the pause of a vCPU.
 //! Output is written only when the descriptor accepts it; up to [`BACKLOG_BYTES`] are kept, more is
 //! dropped and counted.
-//! is dropped and counted.
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
