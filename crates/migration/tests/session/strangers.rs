@@ -343,6 +343,7 @@ fn a_destination_of_another_user_is_not_trusted() {
 
 #[test]
 fn a_body_that_trickles_does_not_occupy_the_destination() {
+    const SETUP_BYTES: usize = 1000;
     let limit = Duration::from_millis(200);
     let limits = TimeLimits { setup: limit, progress: limit, ..TimeLimits::default() };
     let mut listener = listen(&drive::loopback(), &Security::Insecure, &limits);
@@ -359,7 +360,6 @@ fn a_body_that_trickles_does_not_occupy_the_destination() {
             .unwrap();
         source.write_all(&frame(1, hello.len())).unwrap();
         source.write_all(&hello).unwrap();
-        const SETUP_BYTES: usize = 1000;
         source.write_all(&frame(2, SETUP_BYTES)).unwrap();
         // A byte at a time, each long before the limit.
         let sent = (0..SETUP_BYTES).take_while(|_| {

@@ -61,18 +61,26 @@ impl Ksmd {
         let domain =
             KernelDomain::join(Path::new(RUN_FOLDER), "lab merge-speed").map_err(failed)?;
         let ksm = Ksm::open(Path::new(SYSFS)).map_err(failed)?;
-        let counters = ksm.counters().map_err(failed)?;
-        let others = counters.count(Counter::PagesShared) + counters.count(Counter::PagesUnshared);
-        if others > 0 {
-            return Err(LabError::Merging(format!(
-                "KSM has {others} pages of other programs already; end them first, or let it \
-                 unmerge them (write 2 to {SYSFS}/run)"
-            )));
-        }
         if let Some(name) = other_user() {
             return Err(LabError::Merging(format!(
                 "KSM would merge the pages of '{name}' as well; end it first, or start it with \
                  merging disabled (QEMU: -M ...,mem-merge=off)"
+            )));
+        }
+        let known = || -> Result<u64, LabError> {
+            let counters = ksm.counters().map_err(failed)?;
+            Ok(counters.count(Counter::PagesShared) + counters.count(Counter::PagesUnshared))
+        };
+        let mut others = known()?;
+        if others > 0 && kernel_reports_users() {
+            // Pages of processes that have ended, which KSM has not noticed while it was stopped.
+            ksm.apply(&Values::from_iter([(Knob::Run, RUN_UNMERGE)])).map_err(failed)?;
+            others = known()?;
+        }
+        if others > 0 {
+            return Err(LabError::Merging(format!(
+                "KSM has {others} pages of other programs already; end them first, or let it \
+                 unmerge them (write 2 to {SYSFS}/run)"
             )));
         }
         let wanted = [
@@ -189,6 +197,11 @@ fn own_items() -> Result<u64, LabError> {
     let text = fs::read_to_string(PATH).map_err(LabError::of_file(PATH))?;
     proc::named_number(&text, "ksm_rmap_items")
         .ok_or(LabError::MissingField { path: PATH.into(), field: "ksm_rmap_items" })
+}
+
+/// Whether the kernel reports which processes have enabled merging by KSM (Linux 6.16).
+fn kernel_reports_users() -> bool {
+    fs::read_to_string("/proc/self/ksm_stat").is_ok_and(|text| text.contains("ksm_mergeable: "))
 }
 
 /// The name of another process that has enabled merging by KSM, if the kernel reports it (Linux

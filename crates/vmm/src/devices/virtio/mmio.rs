@@ -426,7 +426,7 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
         if state.ready.len() > limits.len() {
             return Err("it has more queues than this device".to_owned());
         }
-        self.ready = state.ready.clone();
+        self.ready.clone_from(&state.ready);
         if state.active {
             self.device.restore(&state.device, Some((state.driver_features, queues)))?;
             self.queues.clear();

@@ -113,7 +113,7 @@ fn the_largest_request_is_served() {
 /// A host that had read from a shared disk must not use these pages after another has written.
 #[test]
 fn an_acquired_disk_is_read_again() {
-    const BYTES: usize = 64 << 10;
+    const BYTES: usize = 16 << 10;
     // /tmp may be in memory, where pages cannot be dropped.
     let image = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
     image.as_file().write_all(&[7; BYTES]).unwrap();
@@ -129,20 +129,15 @@ fn an_acquired_disk_is_read_again() {
 fn cached_pages(image: &tempfile::NamedTempFile) -> usize {
     let bytes = image.as_file().metadata().unwrap().len() as usize;
     let mut resident = vec![0_u8; bytes.div_ceil(4096)];
-    // SAFETY: a fresh mapping, whose memory is never accessed, is queried with a vector that has
-    // an entry for each of its pages, and is unmapped.
-    unsafe {
-        let at = rustix::mm::mmap(
-            std::ptr::null_mut(),
-            bytes,
-            ProtFlags::READ,
-            MapFlags::SHARED,
-            image.as_file(),
-            0,
-        )
-        .unwrap();
-        assert_eq!(libc::mincore(at, bytes, resident.as_mut_ptr()), 0);
-        rustix::mm::munmap(at, bytes).unwrap();
-    }
+    let null = std::ptr::null_mut();
+    // SAFETY: a fresh mapping replaces none, and its memory is never accessed.
+    let at = unsafe {
+        rustix::mm::mmap(null, bytes, ProtFlags::READ, MapFlags::SHARED, image.as_file(), 0)
+    };
+    let at = at.unwrap();
+    // SAFETY: the vector has an entry for each page of the mapping.
+    assert_eq!(unsafe { libc::mincore(at, bytes, resident.as_mut_ptr()) }, 0);
+    // SAFETY: the mapping is this function's own.
+    unsafe { rustix::mm::munmap(at, bytes) }.unwrap();
     resident.iter().filter(|page| **page & 1 != 0).count()
 }
