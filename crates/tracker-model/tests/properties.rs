@@ -41,7 +41,12 @@ fn full_soon(flaw: Flaw) -> Setup {
 /// Orders of programs' blocks: single pages, small blocks, huge pages, and those that use no
 /// per-CPU list.
 fn order() -> impl Strategy<Value = Order> {
-    prop_oneof![4 => Just(Order(0)), 2 => (1u8..=8).prop_map(Order), 4 => Just(Order(9)), 2 => Just(Order(10))]
+    prop_oneof![
+        4 => Just(Order(0)),
+        2 => (1u8..=8).prop_map(Order),
+        4 => Just(Order(9)),
+        2 => Just(Order(10)),
+    ]
 }
 
 fn answer(failures: u32) -> impl Strategy<Value = Answer> {

@@ -1,4 +1,4 @@
-// SPDX-License-Identifier: GPL-2.0-or-later
+// SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-or-later
 /*
  * A plugin of QEMU's emulator that makes its table of translated blocks large from the start, so
  * that it never grows while guests run.

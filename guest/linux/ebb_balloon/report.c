@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Free page reporting (virtio 1.3 section 5.5.6.7): blocks that nobody can
- * allocate meanwhile are named, and the host answers when it is done with them.
+ * Free page reporting (virtio 1.3 section 5.5.6.7): the driver
+ * names blocks that it has isolated from the allocator, and returns them when
+ * the host has answered.
  */
 #include "ebb_balloon.h"
 #include "record.h"

@@ -66,8 +66,8 @@ pub struct MigrationRequest {
     /// Name in the receiver's certificate, if it is not the host of `to`.
     #[schemars(extend("x-form" = "the name in a certificate"))]
     pub tls_name: Option<String>,
-    /// Send the guest's memory over a plain TCP connection, on this host or to another one. Anyone
-    /// on the path, or who has taken the port, can read and change it.
+    /// Send the guest's memory over a plain TCP connection, on this host or to another one. Any
+    /// process on the path, or one that has taken the port, can read and change it.
     pub insecure: bool,
     /// Share the memory with a receiver on the same host instead of copying it: needs
     /// `backing=memfd` or `hugetlb` and a `unix:` address.

@@ -67,14 +67,17 @@ impl Ksmd {
                  merging disabled (QEMU: -M ...,mem-merge=off)"
             )));
         }
+        // Before the first change: it restores the settings, whatever happens below.
+        let guard = KsmGuard::new(ksm).map_err(failed)?;
         let known = || -> Result<u64, LabError> {
-            let counters = ksm.counters().map_err(failed)?;
+            let counters = guard.ksm().counters().map_err(failed)?;
             Ok(counters.count(Counter::PagesShared) + counters.count(Counter::PagesUnshared))
         };
         let mut others = known()?;
         if others > 0 && kernel_reports_users() {
             // Pages of processes that have ended, which KSM has not noticed while it was stopped.
-            ksm.apply(&Values::from_iter([(Knob::Run, RUN_UNMERGE)])).map_err(failed)?;
+            let unmerge = Values::from_iter([(Knob::Run, RUN_UNMERGE)]);
+            guard.ksm().apply(&unmerge).map_err(failed)?;
             others = known()?;
         }
         if others > 0 {
@@ -92,7 +95,6 @@ impl Ksmd {
             (Knob::SmartScan, u64::from(smart_scan == SmartScan::On)),
             (Knob::AdvisorMode, 0),
         ];
-        let guard = KsmGuard::new(ksm).map_err(failed)?;
         let wanted: Values =
             wanted.into_iter().filter(|(knob, _)| guard.before().get(*knob).is_some()).collect();
         guard.ksm().apply(&wanted).map_err(failed)?;

@@ -2,6 +2,7 @@
 
 use std::fs::{File, Metadata};
 use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -100,6 +101,10 @@ pub struct Block {
     /// The driver cannot flush, so that each write must be on the disk before it is completed
     /// (section 5.2.6.2).
     write_through: bool,
+    /// The same image, opened once more for [`VirtioDevice::written_file`]; none if it is read-only.
+    /// Linux reports a failed write-back once for each open file (errseq_t): what the other one
+    /// reports must not be missing from the guest's flush or from the hand-over.
+    writeback: Option<File>,
 }
 
 /// A processed request.
@@ -154,6 +159,12 @@ impl Block {
         if !bytes.is_multiple_of(SECTOR_BYTES) {
             return Err(DiskError::OddSize { path: path.clone(), bytes });
         }
+        let again = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let writeback = if readonly {
+            None
+        } else {
+            Some(open_image(again.as_ref(), Access::Read).map_err(open)?)
+        };
         let mut serial = [0; blk::VIRTIO_BLK_ID_BYTES as usize];
         let name = format!("ebb-disk-{index}");
         serial[..name.len().min(20)].copy_from_slice(&name.as_bytes()[..name.len().min(20)]);
@@ -167,6 +178,7 @@ impl Block {
             memory,
             queue: None,
             write_through: false,
+            writeback,
         })
     }
 
@@ -376,7 +388,7 @@ impl VirtioDevice for Block {
     }
 
     fn written_file(&self) -> io::Result<Option<File>> {
-        if self.readonly { Ok(None) } else { self.file.try_clone().map(Some) }
+        self.writeback.as_ref().map(File::try_clone).transpose()
     }
 
     fn release_exclusive(&mut self) -> Result<(), String> {

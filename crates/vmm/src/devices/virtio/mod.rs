@@ -91,7 +91,8 @@ pub trait VirtioDevice: Send {
     }
 
     /// A descriptor of the file that [`release_exclusive`](Self::release_exclusive) must write back,
-    /// so that this can be done before while the device works.
+    /// so that this can be done before while the device works. Errors reported there are reported to
+    /// the device as well.
     fn written_file(&self) -> io::Result<Option<File>> {
         Ok(None)
     }

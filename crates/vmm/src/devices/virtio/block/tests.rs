@@ -1,7 +1,7 @@
 //! The disk's caches and limits; its requests are tested with those of other devices.
 
 use std::fs::OpenOptions;
-use std::io::Write as _;
+use std::io::{Seek as _, SeekFrom, Write as _};
 
 use rustix::mm::{MapFlags, ProtFlags};
 use virtio_queue::QueueT;
@@ -108,6 +108,23 @@ fn the_largest_request_is_served() {
     let largest = number(8) as usize * number(12) as usize;
     assert!(disk.position(0, largest).is_some());
     assert!(disk.position(0, largest + 512).is_none());
+}
+
+/// A failed write-back is reported once for each open file, which also has its own position.
+#[test]
+fn writing_back_early_uses_an_open_file_of_its_own() {
+    let image = tempfile::NamedTempFile::new().unwrap();
+    image.as_file().set_len(4096).unwrap();
+    let memory = GuestMemory::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap();
+    let disk = open(image.path(), &memory).unwrap();
+    let mut early = disk.written_file().unwrap().unwrap();
+    early.sync_data().unwrap();
+    early.seek(SeekFrom::Start(7)).unwrap();
+    assert_ne!((&disk.file).stream_position().unwrap(), 7);
+    assert_eq!(early.metadata().unwrap().ino(), disk.file.metadata().unwrap().ino());
+    let config = DiskConfig { path: image.path().to_owned(), readonly: Switch::On };
+    let disk = Block::open(&config, 0, memory, DiskLock::Later).unwrap();
+    assert!(disk.written_file().unwrap().is_none());
 }
 
 /// A host that had read from a shared disk must not use these pages after another has written.
