@@ -2,8 +2,10 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::ptr;
+use std::sync::OnceLock;
 
 use ebb_abi::{HUGE_PAGE_SIZE_BYTES, PAGE_SIZE_BYTES};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
@@ -147,10 +149,13 @@ impl Mapping {
         // yet handed out.
         let result =
             unsafe { mmap(address, size_bytes, protection, flags, file, file_offset_bytes) };
-        result.map(drop).map_err(|error| RamError::Map {
-            action: "map from its file",
-            size_bytes: size_bytes as u64,
-            source: error.into(),
+        result.map(drop).map_err(|error| {
+            self.reservation.lose(address as usize, size_bytes);
+            RamError::Map {
+                action: "map from its file",
+                size_bytes: size_bytes as u64,
+                source: error.into(),
+            }
         })
     }
 
@@ -208,6 +213,10 @@ impl Mapping {
 struct Reservation {
     address: usize,
     size_bytes: usize,
+    /// A part that is not this reservation's any more: Linux unmaps a place before it maps something
+    /// else there, so that a failure may leave a hole, in which another thread may have mapped
+    /// memory of its own since.
+    lost: OnceLock<Range<usize>>,
 }
 
 impl Reservation {
@@ -217,7 +226,7 @@ impl Reservation {
         // touched.
         let address =
             unsafe { mmap_anonymous(ptr::null_mut(), size_bytes, ProtFlags::empty(), flags) }?;
-        Ok(Self { address: address as usize, size_bytes })
+        Ok(Self { address: address as usize, size_bytes, lost: OnceLock::new() })
     }
 
     /// Replaces part of the reservation by memory.
@@ -238,24 +247,36 @@ impl Reservation {
             let flags = MapFlags::SHARED | MapFlags::FIXED | reserve;
             // SAFETY: MAP_FIXED replaces only pages of this reservation, as asserted above, and
             // nothing else uses them.
-            unsafe { mmap(address as *mut _, size_bytes, protection, flags, file, 0) }?;
+            unsafe { mmap(address as *mut _, size_bytes, protection, flags, file, 0) }
         } else {
             let flags = MapFlags::PRIVATE | MapFlags::FIXED | reserve;
             // SAFETY: MAP_FIXED replaces only pages of this reservation, as asserted above, and
             // nothing else uses them.
-            unsafe { mmap_anonymous(address as *mut _, size_bytes, protection, flags) }?;
+            unsafe { mmap_anonymous(address as *mut _, size_bytes, protection, flags) }
         }
-        Ok(())
+        .map(|_| ())
+        .inspect_err(|_| self.lose(address, size_bytes))
+    }
+
+    /// A mapping at this place has failed. Only the first one counts: construction ends with it.
+    fn lose(&self, address: usize, size_bytes: usize) {
+        let _ = self.lost.set(address..address + size_bytes);
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        // SAFETY: the reservation owns this range. `GuestRam` drops it only after making sure that
-        // no handle to the memory is left, and leaks it otherwise; before that, during
-        // construction, no handle exists.
-        if let Err(error) = unsafe { munmap(self.address as *mut _, self.size_bytes) } {
-            tracing::error!("cannot unmap guest memory at {:#x}: {error}", self.address);
+        let end = self.address + self.size_bytes;
+        let lost = self.lost.get().cloned().unwrap_or(end..end);
+        for part in
+            [self.address..lost.start, lost.end..end].into_iter().filter(|it| !it.is_empty())
+        {
+            // SAFETY: the reservation owns this range. `GuestRam` drops it only after making sure
+            // that no handle to the memory is left, and leaks it otherwise; before that, during
+            // construction, no handle exists.
+            if let Err(error) = unsafe { munmap(part.start as *mut _, part.len()) } {
+                tracing::error!("cannot unmap guest memory at {:#x}: {error}", part.start);
+            }
         }
     }
 }
@@ -315,4 +336,30 @@ fn too_few_huge_pages(size_bytes: u64) -> RamError {
     // At least one: the pool changed between the refusal and this check.
     let missing_pages = wanted_pages.saturating_sub(free_pages).max(1);
     RamError::TooFewHugePages { wanted_pages, free_pages, missing_pages }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The pool of huge pages never has so much.
+    const TOO_MUCH: usize = 1 << 40;
+
+    #[test]
+    fn memory_in_the_hole_of_a_failed_mapping_is_left_alone() {
+        let reservation = Reservation::new(TOO_MUCH + 2 * HUGE).unwrap();
+        let place = (reservation.address + PAGE).next_multiple_of(HUGE);
+        let file = create_file(TOO_MUCH, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB).unwrap();
+        let mapped = reservation.map(place, TOO_MUCH, Some(&file), Backing::Hugetlb2M);
+        assert_eq!(mapped, Err(Errno::NOMEM));
+        // Another thread maps memory there.
+        let flags = MapFlags::PRIVATE | MapFlags::FIXED_NOREPLACE;
+        // SAFETY: replaces no mapping; a kernel that has kept the old one refuses it.
+        let other = unsafe { mmap_anonymous(place as *mut _, PAGE, ProtFlags::READ, flags) };
+        drop(reservation);
+        let mut resident = [0];
+        // SAFETY: the vector has an entry for the page; mincore fails where nothing is mapped.
+        let known = unsafe { libc::mincore(place as *mut _, PAGE, resident.as_mut_ptr()) };
+        assert_eq!(known, 0, "{:?} was unmapped", other.map(|at| at as usize));
+    }
 }
