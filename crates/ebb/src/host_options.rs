@@ -16,7 +16,8 @@ pub const CLOCK_FORM: &str = "continue|catch-up";
 /// A monitor's behaviour on this host.
 #[derive(Debug, clap::Args)]
 pub struct HostArgs {
-    /// The guest's first serial line [default: tty on a terminal, else stdio]
+    /// The guest's first serial line [default: tty on a terminal, else stdio]. Output to a file goes
+    /// to PATH and PATH.1 in turn, each up to SIZE [default: 16M]
     #[arg(long, value_name = SERIAL_FORM)]
     serial: Option<SerialConfig>,
     /// Socket for `ebb ctl` and `ebb migrate`

@@ -32,6 +32,8 @@ pub enum ThreadKind {
     Vcpu,
     /// Processes a device's queues.
     Device,
+    /// Writes the output of the serial line.
+    Console,
     /// Moves the machine to another monitor, or receives one; the threads of its data streams
     /// inherit the filter.
     Migrate,
@@ -42,8 +44,16 @@ pub enum ThreadKind {
 }
 
 impl ThreadKind {
-    const ALL: [Self; 7] =
-        [Self::Main, Self::Api, Self::Vcpu, Self::Device, Self::Migrate, Self::Merge, Self::Broker];
+    const ALL: [Self; 8] = [
+        Self::Main,
+        Self::Api,
+        Self::Vcpu,
+        Self::Device,
+        Self::Console,
+        Self::Migrate,
+        Self::Merge,
+        Self::Broker,
+    ];
 }
 
 /// The filters could not be built or installed.
@@ -293,6 +303,8 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
             allow(API);
         }
         ThreadKind::Vcpu => allow(DISCARD),
+        // Its files take turns.
+        ThreadKind::Console => allow(&[libc::SYS_ftruncate]),
         ThreadKind::Device => {
             allow(DISCARD);
             allow(DEVICE);
@@ -318,7 +330,7 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     rules.insert(libc::SYS_mremap, vec![equal(3, moves)?, equal(3, replaces)?]);
     // Files are opened for reading only. The API thread, which no guest communicates with, also
     // creates files for snapshots.
-    if !matches!(kind, ThreadKind::Vcpu | ThreadKind::Device) {
+    if !matches!(kind, ThreadKind::Vcpu | ThreadKind::Device | ThreadKind::Console) {
         let writable = (libc::O_ACCMODE | libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC) as u64;
         let mut opens = vec![masked(2, writable, libc::O_RDONLY as u64)?];
         if kind == ThreadKind::Api {
@@ -491,7 +503,7 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
             UFFDIO_WRITEPROTECT,
         ],
         // Never issued: the list must not be empty, or every request would pass.
-        ThreadKind::Device | ThreadKind::Broker => &[libc::FIONBIO],
+        ThreadKind::Device | ThreadKind::Console | ThreadKind::Broker => &[libc::FIONBIO],
     }
 }
 

@@ -232,8 +232,13 @@ pub enum SerialConfig {
     Stdio,
     /// The terminal on standard input and output, in raw mode until the monitor ends.
     Tty,
-    /// Output to a file, no input.
-    File(PathBuf),
+    /// Output to files, no input.
+    File {
+        /// The file, beside which there is another one with `.1` appended.
+        path: PathBuf,
+        /// Size of each of the two, which take turns.
+        max: ByteSize,
+    },
     /// No input, and output is discarded.
     Null,
 }

@@ -123,7 +123,11 @@ pub const BALLOON_FORM: &str = "off, or [size=0][,reporting=on|off][,hinting=on|
 /// Form of `--disk`.
 pub const DISK_FORM: &str = "path=FILE[,readonly=on|off]";
 /// Form of `--serial`.
-pub const SERIAL_FORM: &str = "tty, stdio, null or file=PATH";
+pub const SERIAL_FORM: &str = "tty, stdio, null or file=PATH[,max=SIZE]";
+/// Default size of each of the two files of a console.
+const SERIAL_FILE_BYTES: u64 = 16 << 20;
+/// Smallest one.
+const LEAST_SERIAL_FILE_BYTES: u64 = 4 << 10;
 
 impl FromStr for MemoryConfig {
     type Err = ConfigError;
@@ -263,7 +267,7 @@ impl FromStr for SerialConfig {
             "stdio" => Ok(Self::Stdio),
             "null" => Ok(Self::Null),
             _ => match text.strip_prefix("file=") {
-                Some(path) if !path.is_empty() => Ok(Self::File(PathBuf::from(path))),
+                Some(file) if !file.is_empty() => serial_file(file),
                 _ => Err(ConfigError::new(
                     "--serial",
                     format!("`{text}` is not a console"),
@@ -272,4 +276,27 @@ impl FromStr for SerialConfig {
             },
         }
     }
+}
+
+/// A console's `PATH[,max=SIZE]`.
+fn serial_file(text: &str) -> Result<SerialConfig, ConfigError> {
+    let (path, max) = match text.rsplit_once(",max=") {
+        None => (text, ByteSize::from_bytes(SERIAL_FILE_BYTES)),
+        Some((path, max)) => {
+            let size = max.parse::<ByteSize>().ok();
+            let size = size.filter(|size| size.bytes() >= LEAST_SERIAL_FILE_BYTES);
+            let size = size.ok_or_else(|| {
+                ConfigError::new(
+                    "--serial",
+                    format!("`max={max}` is invalid"),
+                    format!(
+                        "give a size of at least {}",
+                        ByteSize::from_bytes(LEAST_SERIAL_FILE_BYTES)
+                    ),
+                )
+            })?;
+            (path, size)
+        }
+    };
+    Ok(SerialConfig::File { path: PathBuf::from(path), max })
 }

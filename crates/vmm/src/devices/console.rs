@@ -1,158 +1,210 @@
-//! Output of a serial line: standard output, the terminal, a file or none.
+//! Output of a serial line: standard output, the terminal, files or none.
 //!
-//! A reader that does not read must not stop the guest, and must not delay the pause of a vCPU.
-//! Output is written only when the descriptor accepts it; up to [`BACKLOG_BYTES`] are kept, more is
-//! dropped and counted.
+//! A thread of its own writes, so that a reader that does not read, a terminal that is stopped or a
+//! disk that does not answer delays neither a vCPU nor a pause nor the end of the machine. Up to
+//! [`BACKLOG_BYTES`] wait for it; more is dropped and counted.
 
 use std::collections::VecDeque;
-use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
-
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
 
 use crate::config::SerialConfig;
 
-/// Most bytes of output kept for a slow reader.
+mod files;
+
+use files::Files;
+
+/// Most bytes of output that wait for a slow reader.
 pub const BACKLOG_BYTES: usize = 64 << 10;
-/// A writable pipe accepts at least this much at once (POSIX `PIPE_BUF` on Linux), in bytes.
+/// Most bytes of a write.
 const CHUNK_BYTES: usize = 4096;
 
-/// The output side of a console.
-#[derive(Debug)]
-pub struct ConsoleOutput {
-    target: Option<OwnedFd>,
+/// The output side of a console. Clones are the same.
+#[derive(Debug, Clone)]
+pub struct ConsoleOutput(Option<Arc<Shared>>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    /// Output has arrived or was written, or the output side is gone.
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Output that is not written yet; the thread may be writing its beginning.
     backlog: VecDeque<u8>,
     dropped_bytes: u64,
+    /// The reader is gone: everything is dropped.
+    closed: bool,
+    /// There will be no more output.
+    ended: bool,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The thread that writes; its output side ends it.
+#[derive(Debug)]
+pub struct ConsoleWriter {
+    shared: Arc<Shared>,
+    target: Target,
+}
+
+#[derive(Debug)]
+enum Target {
+    /// Standard output, which other processes may share.
+    Stream(OwnedFd),
+    Files(Files),
 }
 
 impl ConsoleOutput {
-    /// Opens the output that `config` names.
-    pub fn open(config: &SerialConfig) -> io::Result<Self> {
+    /// Opens the output that `config` names, and returns its [`ConsoleWriter`] if it needs one.
+    pub fn open(config: &SerialConfig) -> io::Result<(Self, Option<ConsoleWriter>)> {
         let target = match config {
-            SerialConfig::Null => None,
+            SerialConfig::Null => return Ok((Self::nowhere(), None)),
             SerialConfig::Stdio | SerialConfig::Tty => {
-                Some(io::stdout().as_fd().try_clone_to_owned()?)
+                Target::Stream(io::stdout().as_fd().try_clone_to_owned()?)
             }
-            SerialConfig::File(path) => Some(create(path)?.into()),
+            SerialConfig::File { path, max } => Target::Files(Files::open(path, max.bytes())?),
         };
-        Ok(Self::new(target))
+        let (output, writer) = Self::to(target);
+        Ok((output, Some(writer)))
     }
 
     /// An output that discards everything.
     pub fn nowhere() -> Self {
-        Self::new(None)
+        Self(None)
     }
 
-    fn new(target: Option<OwnedFd>) -> Self {
-        Self { target, backlog: VecDeque::new(), dropped_bytes: 0 }
+    fn to(target: Target) -> (Self, ConsoleWriter) {
+        let shared = Arc::<Shared>::default();
+        (Self(Some(Arc::clone(&shared))), ConsoleWriter { shared, target })
     }
 
-    /// Bytes dropped because they were not read in time.
+    /// Bytes dropped because they were not read in time, or could not be written.
     pub fn dropped_bytes(&self) -> u64 {
-        self.dropped_bytes
+        self.0.as_ref().map_or(0, |shared| shared.lock().dropped_bytes)
     }
 
-    /// Whether output is waiting for the reader.
-    pub fn has_backlog(&self) -> bool {
-        !self.backlog.is_empty()
+    /// Ends the output: waits until everything is written, at most for `limit`.
+    pub fn finish(&self, limit: Duration) {
+        let Some(shared) = &self.0 else { return };
+        let mut state = shared.lock();
+        state.ended = true;
+        shared.changed.notify_all();
+        let waits = |state: &mut State| !state.backlog.is_empty();
+        // Whatever is left then is lost.
+        let _ = shared
+            .changed
+            .wait_timeout_while(state, limit, waits)
+            .unwrap_or_else(PoisonError::into_inner);
     }
-
-    /// Writes as much as the descriptor accepts without blocking.
-    pub fn drain(&mut self) {
-        let Some(target) = &self.target else {
-            self.backlog.clear();
-            return;
-        };
-        while !self.backlog.is_empty() {
-            let mut ready = [PollFd::new(target, PollFlags::OUT)];
-            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-            if !matches!(poll(&mut ready, Some(&now)), Ok(1..))
-                || !ready[0].revents().contains(PollFlags::OUT)
-            {
-                return;
-            }
-            let (front, _) = self.backlog.as_slices();
-            let chunk = &front[..front.len().min(CHUNK_BYTES)];
-            match rustix::io::write(target, chunk) {
-                Ok(written) => {
-                    self.backlog.drain(..written);
-                }
-                Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => return,
-                Err(_) => {
-                    // The reader is gone or the disk is full: the guest continues without a
-                    // console.
-                    self.dropped_bytes += self.backlog.len() as u64;
-                    self.backlog.clear();
-                    self.target = None;
-                    return;
-                }
-            }
-        }
-    }
-}
-
-fn create(path: &std::path::Path) -> io::Result<File> {
-    OpenOptions::new().create(true).append(true).open(path)
 }
 
 impl Write for ConsoleOutput {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.target.is_none() {
-            return Ok(bytes.len());
-        }
-        let room = BACKLOG_BYTES - self.backlog.len().min(BACKLOG_BYTES);
+        let Some(shared) = &self.0 else { return Ok(bytes.len()) };
+        let mut state = shared.lock();
+        let room = if state.closed { 0 } else { BACKLOG_BYTES - state.backlog.len() };
         let taken = bytes.len().min(room);
-        self.backlog.extend(&bytes[..taken]);
-        self.dropped_bytes += (bytes.len() - taken) as u64;
-        self.drain();
+        let waits = state.backlog.is_empty();
+        state.backlog.extend(&bytes[..taken]);
+        state.dropped_bytes += (bytes.len() - taken) as u64;
+        if waits && taken > 0 {
+            shared.changed.notify_all();
+        }
         Ok(bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.drain();
         Ok(())
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::io::Read;
-
-    #[test]
-    fn a_stuck_reader_costs_only_output() {
-        let (reader, writer) = rustix::pipe::pipe().unwrap();
-        let pipe_bytes = rustix::pipe::fcntl_getpipe_size(&writer).unwrap();
-        let mut console = ConsoleOutput::new(Some(writer));
-        let total = (pipe_bytes + 3 * BACKLOG_BYTES).next_multiple_of(1024);
-        for _ in 0..total / 1024 {
-            assert_eq!(console.write(&[b'x'; 1024]).unwrap(), 1024);
-        }
-        assert!(console.has_backlog());
-        assert!(console.dropped_bytes() > 0);
-        // Output that was not dropped arrives as the reader reads.
-        let kept = total as u64 - console.dropped_bytes();
-        let mut source = File::from(reader.try_clone().unwrap());
-        let (mut received, mut buffer) = (0, [0; 4096]);
-        while received < kept {
-            received += source.read(&mut buffer).unwrap() as u64;
-            console.drain();
-        }
-        assert_eq!(received, kept);
-        assert!(!console.has_backlog());
-        drop(reader);
-        console.write_all(b"after the reader left").unwrap();
-        assert!(!console.has_backlog());
+impl ConsoleWriter {
+    /// Starts the thread, which calls `restrict` first.
+    pub fn spawn(mut self, restrict: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        // Not joined: it may be in a write that does not return.
+        thread::Builder::new().name("console".to_owned()).spawn(move || {
+            restrict();
+            self.run();
+        })?;
+        Ok(())
     }
 
-    #[test]
-    fn a_file_receives_all_output() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("console");
-        let mut console = ConsoleOutput::open(&SerialConfig::File(path.clone())).unwrap();
-        console.write_all(&[b'y'; 10_000]).unwrap();
-        assert_eq!(std::fs::read(path).unwrap(), vec![b'y'; 10_000]);
-        assert_eq!(console.dropped_bytes(), 0);
+    fn run(&mut self) {
+        let mut chunk = Vec::with_capacity(CHUNK_BYTES);
+        loop {
+            let mut state = self.shared.lock();
+            while state.backlog.is_empty() {
+                if state.ended {
+                    return;
+                }
+                state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+            chunk.clear();
+            chunk.extend(state.backlog.iter().take(CHUNK_BYTES));
+            drop(state);
+            let written = self.target.write(&chunk);
+            let mut state = self.shared.lock();
+            match written {
+                Ok(lost) => {
+                    state.backlog.drain(..chunk.len());
+                    state.dropped_bytes += lost as u64;
+                }
+                Err(_) => {
+                    state.dropped_bytes += state.backlog.len() as u64;
+                    state.backlog.clear();
+                    state.closed = true;
+                }
+            }
+            if state.backlog.is_empty() {
+                self.shared.changed.notify_all();
+            }
+        }
     }
 }
+
+impl Target {
+    /// Writes all of `bytes`; returns how many of them are lost. An error is for good.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Files(files) => Ok(files.write(bytes)),
+            Self::Stream(stream) => {
+                let mut left = bytes;
+                while !left.is_empty() {
+                    match rustix::io::write(&*stream, left) {
+                        Ok(written) => left = &left[written..],
+                        Err(rustix::io::Errno::INTR) => {}
+                        // Another process has made the shared descriptor non-blocking.
+                        Err(rustix::io::Errno::AGAIN) => wait_for_room(stream)?,
+                        // A full disk: there may be room later.
+                        Err(rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT) => {
+                            return Ok(left.len());
+                        }
+                        Err(error) => return Err(error.into()),
+                    }
+                }
+                Ok(0)
+            }
+        }
+    }
+}
+
+fn wait_for_room(stream: &OwnedFd) -> io::Result<()> {
+    use rustix::event::{PollFd, PollFlags, poll};
+    match poll(&mut [PollFd::new(stream, PollFlags::OUT)], None) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -35,8 +35,8 @@ impl SerialEvents for InputRead {
     }
 }
 
-/// The registers of the line and the input that the guest has not read, for snapshots. All output
-/// has been written by then.
+/// The registers of the line and the input that the guest has not read, for snapshots. Output is
+/// the console's by then.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedSerial {
     /// Divisor latch: low and high byte.
@@ -160,8 +160,8 @@ impl Serial {
     }
 
     /// The output side.
-    pub fn output(&mut self) -> &mut ConsoleOutput {
-        self.line.writer_mut()
+    pub fn output(&self) -> &ConsoleOutput {
+        self.line.writer()
     }
 }
 

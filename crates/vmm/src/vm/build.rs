@@ -31,10 +31,10 @@ use crate::devices::virtio::block::{Block, DiskLock};
 use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport, MmioWindow, Wires};
 use crate::devices::virtio::rng::Rng;
 use crate::devices::virtio::worker::Worker;
-use crate::exit::ExitSignal;
+use crate::exit::{ExitSignal, GuestExit};
 use crate::layout;
 use crate::probe;
-use crate::seccomp::Filters;
+use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::file::RAM_OFFSET_BYTES;
 use crate::snapshot::processor::Processor;
 use crate::snapshot::{SnapshotError, SnapshotFile};
@@ -391,7 +391,16 @@ impl Assembly<'_> {
         config: &VmConfig,
         input_read: &EventFd,
     ) -> Result<Arc<Mutex<Serial>>, VmError> {
-        let output = ConsoleOutput::open(&config.serial).map_err(|source| VmError::Console {
+        let opened = ConsoleOutput::open(&config.serial).and_then(|(output, writer)| {
+            let (filter, exit) = (self.filters.for_thread(ThreadKind::Console), self.exit.clone());
+            let restrict = move || {
+                if let Err(error) = filter.apply() {
+                    exit.raise(GuestExit::Monitor { message: error.to_string() });
+                }
+            };
+            writer.map_or(Ok(()), |writer| writer.spawn(restrict)).map(|()| output)
+        });
+        let output = opened.map_err(|source| VmError::Console {
             console: format!("{:?}", config.serial),
             source,
         })?;

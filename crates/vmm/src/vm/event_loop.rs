@@ -4,8 +4,9 @@ use std::io::{self, IsTerminal};
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::build::{Built, Origin, build};
@@ -26,8 +27,8 @@ pub(super) mod signals;
 
 use signals::Signals;
 
-/// Interval of retries while output waits for a slow reader of the console.
-const OUTPUT_RETRY: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// Time that a slow reader of the console has at the end of the machine.
+const LAST_OUTPUT: Duration = Duration::from_millis(500);
 
 /// State of a restored machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,7 +89,7 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
         Start::Paused => vm.start_paused(),
     };
     let exit = wait_for_end(&vm, &signals, console, on_reboot);
-    lock(&vm.serial).output().drain();
+    finish_console(&vm);
     Ok(exit)
 }
 
@@ -106,6 +107,12 @@ pub(super) fn start_api(
         }
     };
     Ok(ApiServer::start_with(path, vm, Limits::default(), restrict)?)
+}
+
+/// Gives the rest of the console's output a moment to be read.
+pub(super) fn finish_console(vm: &Vm) {
+    let output = lock(&vm.serial).output().clone();
+    output.finish(LAST_OUTPUT);
 }
 
 /// Runs the event loop until the machine ends.
@@ -128,11 +135,6 @@ pub(super) fn wait_for_end(
             }
             Some(exit) => return exit,
         }
-        let backlog = {
-            let mut serial = lock(&vm.serial);
-            serial.output().drain();
-            serial.output().has_backlog()
-        };
         let mut fds = vec![
             readable(vm.exit.event()),
             PollFd::new(signals, PollFlags::IN),
@@ -144,7 +146,7 @@ pub(super) fn wait_for_end(
         {
             fds.push(PollFd::new(input, PollFlags::IN));
         }
-        match poll(&mut fds, backlog.then_some(&OUTPUT_RETRY)) {
+        match poll(&mut fds, None) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => {
                 return GuestExit::Monitor { message: format!("cannot wait for events: {error}") };

@@ -28,7 +28,7 @@ use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::Overrides;
 use crate::vm::build::{Arriving, Built, Origin, build};
 use crate::vm::event_loop::signals::Signals;
-use crate::vm::event_loop::{ConsoleInput, start_api, wait_for_end};
+use crate::vm::event_loop::{ConsoleInput, finish_console, start_api, wait_for_end};
 use crate::vm::{Vm, VmError, lock};
 use arrival::{Announced, Answer, Arrival};
 use pending::PendingVm;
@@ -93,7 +93,7 @@ pub fn receive(
     filters.for_thread(ThreadKind::Main).apply()?;
     waiting.accept(&vm, wake);
     let end = wait_for_end(&vm, &signals, console, on_reboot);
-    lock(&vm.serial).output().drain();
+    finish_console(&vm);
     match waiting.end() {
         Some(problem) if matches!(end, GuestExit::Monitor { .. }) => {
             Err(VmError::NotReceived(problem))
