@@ -80,8 +80,9 @@ test: deps module
 # reports when they are older than a mechanism.
 test-long: deps module
 	@mkdir -p $(dir $(LONG_RESULTS))
+	$(CARGO) build --locked -p ebb -p ebb-agent
 	EBB_TESTS=long EBB_TEST_RESULTS=$(abspath $(LONG_RESULTS)) \
-		$(CARGO) test --locked -p ebb -p ebb-agent --test guests --bins -- $(LONG_TESTS)
+		$(CARGO) test --locked -p ebb --test guests -- $(LONG_TESTS)
 
 bench:
 	$(CARGO) bench --locked -p ebb-balloon -p ebb-guest-ram -p ebb-migration -p ebb-page-merge
