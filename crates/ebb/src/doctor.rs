@@ -1,6 +1,7 @@
 //! `ebb doctor`: whether this machine can run guests, and what to do if not.
 
 use std::io::Write as _;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
@@ -9,13 +10,23 @@ use serde::Serialize;
 
 mod facts;
 mod judge;
+mod machine;
 mod merging;
 
 use facts::Facts;
 
+const AFTER_HELP: &str = "\
+With --vm, the command shows what the monitor of a running machine has given up, for the case that
+its guest takes it over (docs/security.md), and fails if one of its threads has rights that it
+should not have.";
+
 /// Check whether this machine can run guests.
-#[derive(Clone, Copy, Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
+#[command(after_help = AFTER_HELP)]
 pub struct Args {
+    /// Examine the isolation of a running machine instead
+    #[arg(long, value_name = "SOCKET")]
+    vm: Option<PathBuf>,
     /// Print one JSON document instead of a table
     #[arg(long)]
     json: bool,
@@ -56,6 +67,9 @@ struct Report {
 
 /// Examines the machine and prints the results. Succeeds if guests run here.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    if let Some(socket) = &args.vm {
+        return machine::run(socket, args.json);
+    }
     let report = judge::judge(&Facts::collect());
     let text = if args.json {
         format!("{}\n", serde_json::to_string_pretty(&report)?)

@@ -5,8 +5,9 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 
 use clap::ValueEnum;
-use ebb_vmm::config::options::SERIAL_FORM;
+use ebb_vmm::config::options::{CGROUP_FORM, SERIAL_FORM};
 use ebb_vmm::config::{SerialConfig, Switch};
+use ebb_vmm::isolation::{CgroupConfig, IsolationConfig, IsolationMode, UserChoice};
 
 use crate::flags::word;
 
@@ -27,7 +28,35 @@ pub struct HostArgs {
     #[arg(long, default_value = "on", value_parser = word::<Switch>())]
     pub seccomp: Switch,
     #[command(flatten)]
+    pub isolation: IsolationArgs,
+    #[command(flatten)]
     pub end: EndArgs,
+}
+
+/// The rights that a monitor gives up once everything is open.
+#[derive(Debug, clap::Args)]
+pub struct IsolationArgs {
+    /// Whether the monitor gives up the rights of the user who starts it: its user and groups (as
+    /// root), the host's files, network and other namespaces (docs/security.md); `ebb doctor --vm
+    /// SOCKET` shows what this host permits
+    #[arg(long, default_value = "auto", value_parser = word::<IsolationMode>())]
+    isolate: IsolationMode,
+    /// The user that a monitor started by root becomes: an account or UID[:GID] [default: an unused
+    /// one]
+    #[arg(long, value_name = "USER")]
+    user: Option<String>,
+    /// Move the monitor to a cgroup (version 2), which is created if necessary; a relative PATH is
+    /// below /sys/fs/cgroup
+    #[arg(long, value_name = CGROUP_FORM)]
+    cgroup: Option<CgroupConfig>,
+}
+
+impl IsolationArgs {
+    /// Converts the options for the monitor.
+    pub fn into_config(self) -> IsolationConfig {
+        let user = self.user.map_or(UserChoice::Dynamic, UserChoice::Named);
+        IsolationConfig { mode: self.isolate, user, cgroup: self.cgroup }
+    }
 }
 
 /// Options for the run of a machine.

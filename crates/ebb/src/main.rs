@@ -17,6 +17,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use ebb_program::LogArgs;
+use ebb_vmm::isolation::{COMPANION_COMMAND, serve_companion};
 
 /// Returns the memory that virtual machines do not use to their host, at once and safely
 #[derive(Debug, Parser)]
@@ -54,6 +55,9 @@ enum Command {
     Doctor(doctor::Args),
     /// Extract the ELF kernel from a bzImage
     ExtractVmlinux(extract_vmlinux::Args),
+    /// The process that a monitor starts beside it
+    #[command(name = COMPANION_COMMAND, hide = true)]
+    Companion,
 }
 
 fn main() -> ExitCode {
@@ -68,6 +72,7 @@ fn main() -> ExitCode {
         Command::MergeBroker(args) => merge_broker::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::ExtractVmlinux(args) => extract_vmlinux::run(args),
+        Command::Companion => Ok(serve_companion().map(|()| ExitCode::SUCCESS)?),
     })
 }
 

@@ -51,6 +51,7 @@ impl OverrideArgs {
             serial: self.host.serial(),
             api: self.host.api,
             seccomp: self.host.seccomp,
+            isolation: self.host.isolation.into_config(),
             clock: self.clock,
             on_reboot: self.on_reboot,
             boot: self.kernel.map(|kernel| BootFiles { kernel, initrd }),

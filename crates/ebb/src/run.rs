@@ -95,6 +95,7 @@ impl Args {
             serial: self.host.serial(),
             api: self.host.api,
             seccomp: self.host.seccomp,
+            isolation: self.host.isolation.into_config(),
             on_reboot: self.on_reboot,
             clock: self.clock,
         };

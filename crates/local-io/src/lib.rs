@@ -8,5 +8,5 @@ mod listener;
 mod lock;
 mod log_limit;
 
-pub use listener::{ListenError, SocketFile, stream_socket};
+pub use listener::{ListenError, SocketEntry, SocketFile, stream_socket};
 pub use log_limit::LogLimit;

@@ -1,10 +1,11 @@
 //! A listening socket and its name in the file system.
 
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use thiserror::Error;
@@ -86,8 +87,44 @@ pub enum ListenError {
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
-    /// Device and inode number; `None` once removed.
-    identity: Option<(u64, u64)>,
+    /// `None` once removed.
+    entry: Option<SocketEntry>,
+}
+
+/// A socket's entry in a directory. Any process that has it can remove the name, whatever its root
+/// and its working directory are.
+#[derive(Debug)]
+pub struct SocketEntry {
+    /// The directory, opened with `O_PATH`.
+    pub directory: OwnedFd,
+    /// The name in the directory.
+    pub name: OsString,
+    /// Device number of the socket.
+    pub device: u64,
+    /// Inode number of the socket.
+    pub inode: u64,
+}
+
+impl SocketEntry {
+    fn of(path: &Path) -> Result<Self, Errno> {
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = rustix::fs::open(parent.unwrap_or(Path::new(".")), flags, Mode::empty())?;
+        let name = path.file_name().ok_or(Errno::INVAL)?.to_owned();
+        let stat = rustix::fs::statat(&directory, &name, AtFlags::SYMLINK_NOFOLLOW)?;
+        Ok(Self { directory, name, device: stat.st_dev, inode: stat.st_ino })
+    }
+
+    /// Removes the name, unless another file has taken it.
+    pub fn remove(&self) {
+        let stat = rustix::fs::statat(&self.directory, &self.name, AtFlags::SYMLINK_NOFOLLOW);
+        if !stat.is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (self.device, self.inode)) {
+            return;
+        }
+        if let Err(errno) = rustix::fs::unlinkat(&self.directory, &self.name, AtFlags::empty()) {
+            tracing::warn!("cannot remove the socket {:?}: {errno}", self.name);
+        }
+    }
 }
 
 impl SocketFile {
@@ -138,7 +175,12 @@ impl SocketFile {
             result => result,
         }
         .map_err(|errno| failed(path, "bind the socket", errno))?;
-        let file = Self { path: path.to_owned(), identity: identity(path) };
+        let entry = SocketEntry::of(path).map_err(|errno| {
+            // Just bound, so the name is ours.
+            let _ = rustix::fs::unlink(path);
+            failed(path, "examine the new socket", errno)
+        })?;
+        let file = Self { path: path.to_owned(), entry: Some(entry) };
         if mode.intersects(Mode::RWXG | Mode::RWXO) {
             // bind(2) has applied the process's umask.
             file.set_mode(mode).map_err(|errno| failed(path, "set the permissions", errno))?;
@@ -153,7 +195,9 @@ impl SocketFile {
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let socket = rustix::fs::open(&self.path, flags, Mode::empty())?;
         let stat = rustix::fs::fstat(&socket)?;
-        if Some((stat.st_dev, stat.st_ino)) != self.identity {
+        let is_ours =
+            |entry: &SocketEntry| (entry.device, entry.inode) == (stat.st_dev, stat.st_ino);
+        if !self.entry.as_ref().is_some_and(is_ours) {
             return Err(Errno::NOENT);
         }
         // fchmod(2) does not accept O_PATH descriptors.
@@ -165,15 +209,16 @@ impl SocketFile {
         &self.path
     }
 
-    /// Removes the name now. System calls: `lstat`, `unlink`.
+    /// Removes the name now. System calls: `newfstatat`, `unlinkat`.
     pub fn remove(&mut self) {
-        let Some(own) = self.identity.take() else { return };
-        if identity(&self.path) != Some(own) {
-            return;
+        if let Some(entry) = self.entry.take() {
+            entry.remove();
         }
-        if let Err(errno) = rustix::fs::unlink(&self.path) {
-            tracing::warn!("cannot remove the socket {:?}: {errno}", self.path);
-        }
+    }
+
+    /// Leaves the removal of the name to the caller; `None` if it was removed.
+    pub fn into_entry(mut self) -> Option<SocketEntry> {
+        self.entry.take()
     }
 }
 
@@ -198,10 +243,6 @@ fn locked(path: &Path) -> ListenError {
 
 fn lock_exists(path: &Path) -> bool {
     rustix::fs::lstat(NameLock::path(path)).is_ok()
-}
-
-fn identity(path: &Path) -> Option<(u64, u64)> {
-    rustix::fs::lstat(path).ok().map(|stat| (stat.st_dev, stat.st_ino))
 }
 
 /// Removes the socket at `path` if no process listens on it.

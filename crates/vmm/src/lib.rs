@@ -16,6 +16,7 @@
 //! | [`api`] | the control socket |
 //! | [`words`] | names of enum values, from their serde declarations |
 //! | [`seccomp`] | system call filters |
+//! | [`isolation`] | the user, namespaces and limits of a running monitor, and its companion |
 //! | [`probe`] | whether this machine's KVM can run guests |
 
 pub mod acpi;
@@ -27,6 +28,7 @@ pub mod cpu;
 pub mod devices;
 pub mod exit;
 mod file;
+pub mod isolation;
 pub mod layout;
 pub mod probe;
 pub mod seccomp;

@@ -16,6 +16,7 @@ use thiserror::Error;
 
 use crate::config::Switch;
 use crate::cpu::tsc;
+use crate::isolation::ThreadRights;
 
 mod handler;
 
@@ -39,12 +40,14 @@ pub enum ThreadKind {
     Migrate,
     /// Merges equal pages of guest memory.
     Merge,
+    /// The process beside the monitor that removes its sockets.
+    Companion,
     /// Not part of a monitor: the broker of shared pages.
     Broker,
 }
 
 impl ThreadKind {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 9] = [
         Self::Main,
         Self::Api,
         Self::Vcpu,
@@ -52,6 +55,7 @@ impl ThreadKind {
         Self::Console,
         Self::Migrate,
         Self::Merge,
+        Self::Companion,
         Self::Broker,
     ];
 }
@@ -67,16 +71,18 @@ pub struct SeccompError {
     problem: String,
 }
 
-/// Compiled filters.
+/// Compiled filters, and the rights that threads give up with them.
 #[derive(Debug, Clone)]
 pub struct Filters {
     programs: Option<Arc<Vec<BpfProgram>>>,
+    rights: ThreadRights,
 }
 
 /// The filter for one thread.
 #[derive(Debug, Clone)]
 pub struct ThreadFilter {
     kind: ThreadKind,
+    rights: ThreadRights,
     programs: Option<Arc<Vec<BpfProgram>>>,
 }
 
@@ -84,27 +90,34 @@ impl Filters {
     /// Compiles all lists, or none.
     pub fn new(switch: Switch) -> Result<Self, SeccompError> {
         if !switch.is_on() {
-            return Ok(Self { programs: None });
+            return Ok(Self { programs: None, rights: ThreadRights::default() });
         }
         let programs =
             ThreadKind::ALL.iter().map(|&kind| compile(kind)).collect::<Result<_, _>>()?;
-        Ok(Self { programs: Some(Arc::new(programs)) })
+        Ok(Self { programs: Some(Arc::new(programs)), rights: ThreadRights::default() })
+    }
+
+    /// Makes threads also give up these rights.
+    #[must_use]
+    pub(crate) fn with_rights(self, rights: ThreadRights) -> Self {
+        Self { rights, ..self }
     }
 
     /// Returns the filter for a thread of `kind`.
     pub fn for_thread(&self, kind: ThreadKind) -> ThreadFilter {
-        ThreadFilter { kind, programs: self.programs.clone() }
+        ThreadFilter { kind, rights: self.rights, programs: self.programs.clone() }
     }
 }
 
 impl ThreadFilter {
-    /// Restricts the calling thread permanently: drops its capabilities (with or without filters),
-    /// and installs the filter of its kind.
+    /// Restricts the calling thread permanently: drops its rights and capabilities (with or without
+    /// filters), and installs the filter of its kind.
     pub fn apply(&self) -> Result<(), SeccompError> {
-        handler::drop_all().map_err(|error| SeccompError {
-            kind: self.kind,
-            problem: format!("dropping capabilities: {error}"),
-        })?;
+        let failed = |problem: String| SeccompError { kind: self.kind, problem };
+        rustix::thread::set_no_new_privs(true)
+            .map_err(|errno| failed(format!("forbidding new privileges: {errno}")))?;
+        self.rights.drop().map_err(|error| failed(format!("dropping rights: {error}")))?;
+        handler::drop_all().map_err(|error| failed(format!("dropping capabilities: {error}")))?;
         let Some(program) =
             self.programs.as_ref().and_then(|programs| programs.get(self.kind as usize))
         else {
@@ -287,6 +300,10 @@ const BROKER: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
+/// Calls of the companion: requests, and names of sockets.
+const COMPANION: &[c_long] =
+    &[libc::SYS_newfstatat, libc::SYS_recvmsg, libc::SYS_sendmsg, libc::SYS_unlinkat];
+
 type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
 
 fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
@@ -317,6 +334,7 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
             allow(DISCARD);
             allow(MERGE);
         }
+        ThreadKind::Companion => allow(COMPANION),
         ThreadKind::Broker => allow(BROKER),
     }
     // No memory may become executable.
@@ -330,7 +348,10 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     rules.insert(libc::SYS_mremap, vec![equal(3, moves)?, equal(3, replaces)?]);
     // Files are opened for reading only. The API thread, which no guest communicates with, also
     // creates files for snapshots.
-    if !matches!(kind, ThreadKind::Vcpu | ThreadKind::Device | ThreadKind::Console) {
+    if !matches!(
+        kind,
+        ThreadKind::Vcpu | ThreadKind::Device | ThreadKind::Console | ThreadKind::Companion
+    ) {
         let writable = (libc::O_ACCMODE | libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC) as u64;
         let mut opens = vec![masked(2, writable, libc::O_RDONLY as u64)?];
         if kind == ThreadKind::Api {
@@ -503,7 +524,9 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
             UFFDIO_WRITEPROTECT,
         ],
         // Never issued: the list must not be empty, or every request would pass.
-        ThreadKind::Device | ThreadKind::Console | ThreadKind::Broker => &[libc::FIONBIO],
+        ThreadKind::Device | ThreadKind::Console | ThreadKind::Companion | ThreadKind::Broker => {
+            &[libc::FIONBIO]
+        }
     }
 }
 

@@ -47,7 +47,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 pub struct Listener {
     /// Removes the socket's file at the end; before the socket is closed, while no other process
     /// can have taken over the name.
-    _file: Option<SocketFile>,
+    file: Option<SocketFile>,
     socket: OwnedFd,
     pub(super) address: Address,
     tls: Option<TlsServer>,
@@ -102,7 +102,7 @@ impl Listener {
         Ok(Self {
             socket,
             address,
-            _file: file,
+            file,
             tls,
             candidates: Vec::new(),
             refusals: Refusals::default(),
@@ -116,6 +116,11 @@ impl Listener {
     /// The address of this listener, with its actual port.
     pub const fn address(&self) -> &Address {
         &self.address
+    }
+
+    /// Leaves the removal of a unix socket's name to the caller.
+    pub fn take_file(&mut self) -> Option<SocketFile> {
+        self.file.take()
     }
 
     /// Connections refused so far.

@@ -47,7 +47,7 @@ pub use merge::*;
 pub use metrics::*;
 pub use migration::*;
 pub use reply::OPENAPI_JSON;
-pub use server::{ApiError, ApiServer};
+pub use server::{ApiError, ApiServer, ApiSocket};
 pub use statistics::*;
 pub use vm::*;
 

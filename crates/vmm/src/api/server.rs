@@ -55,31 +55,60 @@ pub enum ApiError {
     },
 }
 
+/// A socket that is bound, but not served yet: clients wait. Dropping it removes the socket.
+#[derive(Debug)]
+pub struct ApiSocket {
+    listener: OwnedFd,
+    file: SocketFile,
+}
+
+impl ApiSocket {
+    /// Binds the socket `path`, with mode 0600. A stale socket without a listener is replaced.
+    pub fn bind(path: &Path) -> Result<Self, ApiError> {
+        let (file, listener) = SocketFile::listen(path, Mode::RUSR | Mode::WUSR, BACKLOG)?;
+        Ok(Self { listener, file })
+    }
+
+    /// The listening socket, and its name in the file system.
+    #[must_use]
+    pub fn into_parts(self) -> (OwnedFd, SocketFile) {
+        (self.listener, self.file)
+    }
+}
+
 /// The API of one machine: a thread behind a socket. Dropping it sends the remaining replies, ends
 /// the thread and removes the socket.
 pub struct ApiServer {
-    socket: SocketFile,
+    /// What removes the socket's name when it is dropped.
+    name: Option<Box<dyn Send>>,
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl ApiServer {
-    /// Serves `vm` on the socket `path`, with mode 0600. A stale socket without a listener is
-    /// replaced.
+    /// Serves `vm` on the socket `path`.
+    ///
+    /// # Errors
+    /// [`ApiError`], also if the path is in use.
     pub fn start(path: &Path, vm: Arc<dyn Machine>) -> Result<Self, ApiError> {
-        Self::start_with(path, vm, Limits::default(), || ())
+        let (listener, name) = ApiSocket::bind(path)?.into_parts();
+        Self::start_with(listener, name, vm, Limits::default(), || ())
     }
 
-    /// Like [`start`](Self::start), with other limits and a function that runs on the new thread
-    /// before it serves clients, for example to install a seccomp filter.
+    /// Serves `vm` on a listening socket, whose name in the file system is removed when `name` is
+    /// dropped. `on_thread_start` runs on the new thread before it serves clients, for example to
+    /// install a seccomp filter.
+    ///
+    /// # Errors
+    /// [`ApiError::Io`].
     pub fn start_with(
-        path: &Path,
+        listener: OwnedFd,
+        name: impl Send + 'static,
         vm: Arc<dyn Machine>,
         limits: Limits,
         on_thread_start: impl FnOnce() + Send + 'static,
     ) -> Result<Self, ApiError> {
         let io_error = |action| move |source: io::Error| ApiError::Io { action, source };
-        let (socket, listener) = SocketFile::listen(path, Mode::RUSR | Mode::WUSR, BACKLOG)?;
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| io_error("create an event")(errno.into()))?;
         let stop = Arc::new(stop);
@@ -99,18 +128,13 @@ impl ApiServer {
                 service.run();
             })
             .map_err(io_error("start the thread"))?;
-        Ok(Self { socket, stop, thread: Some(thread) })
-    }
-
-    /// Path of the socket.
-    pub fn path(&self) -> &Path {
-        self.socket.path()
+        Ok(Self { name: Some(Box::new(name)), stop, thread: Some(thread) })
     }
 }
 
 impl fmt::Debug for ApiServer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ApiServer").field("path", &self.path()).finish_non_exhaustive()
+        f.debug_struct("ApiServer").finish_non_exhaustive()
     }
 }
 
@@ -118,7 +142,7 @@ impl Drop for ApiServer {
     fn drop(&mut self) {
         // First, so that a client that connects from now on finds no socket rather than a closing
         // one.
-        self.socket.remove();
+        self.name = None;
         // Adding one to a counter of zero cannot fail.
         let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
         if let Some(thread) = self.thread.take()

@@ -8,6 +8,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::balloon::BalloonSummary;
+use crate::isolation::IsolationInfo;
 use crate::words::one_of;
 
 /// State of a virtual machine.
@@ -82,6 +83,8 @@ pub struct VmInfo {
     /// Process id of the monitor.
     #[schemars(range(min = 1))]
     pub pid: u32,
+    /// What the monitor has given up, for the case that the guest takes it over.
+    pub isolation: IsolationInfo,
     /// Version of the monitor.
     pub version: String,
     /// Summary of the balloon; null if the machine has none.

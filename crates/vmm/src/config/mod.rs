@@ -15,6 +15,7 @@ use ebb_kvm_clock::ClockPolicy;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::isolation::IsolationConfig;
 use crate::size::ByteSize;
 
 pub use ebb_guest_ram::Backing;
@@ -72,6 +73,8 @@ pub struct VmConfig {
     pub api: Option<PathBuf>,
     /// Whether system calls are filtered.
     pub seccomp: Switch,
+    /// The rights that the monitor gives up.
+    pub isolation: IsolationConfig,
     /// Action on a reboot of the guest.
     pub on_reboot: RebootAction,
     /// Behaviour of the guest's clocks across pauses and snapshots.

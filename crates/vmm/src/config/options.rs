@@ -11,6 +11,7 @@ use super::{
     BalloonDeviceConfig, ConfigError, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides,
     NumaNodeConfig, SerialConfig, Switch,
 };
+use crate::isolation::CgroupConfig;
 use crate::size::ByteSize;
 use crate::words::{from_word, words};
 
@@ -124,6 +125,9 @@ pub const BALLOON_FORM: &str = "off, or [size=0][,reporting=on|off][,hinting=on|
 pub const DISK_FORM: &str = "path=FILE[,readonly=on|off]";
 /// Form of `--serial`.
 pub const SERIAL_FORM: &str = "tty, stdio, null or file=PATH[,max=SIZE]";
+/// Form of `--cgroup`.
+pub const CGROUP_FORM: &str =
+    "path=PATH[,memory_high=SIZE][,memory_max=SIZE][,cpu_weight=1..10000][,pids_max=N]";
 /// Default size of each of the two files of a console.
 const SERIAL_FILE_BYTES: u64 = 16 << 20;
 /// Smallest one.
@@ -255,6 +259,26 @@ impl FromStr for DiskConfig {
         let readonly = pairs.take_switch("readonly", Switch::Off)?;
         pairs.finish()?;
         Ok(Self { path, readonly })
+    }
+}
+
+impl FromStr for CgroupConfig {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let mut pairs = Pairs::parse("--cgroup", CGROUP_FORM, text)?;
+        let path = pairs.take("path").map(PathBuf::from).ok_or_else(|| {
+            ConfigError::new("--cgroup", "`path` is missing", format!("use {CGROUP_FORM}"))
+        })?;
+        let config = Self {
+            path,
+            memory_high: pairs.take_size("memory_high")?,
+            memory_max: pairs.take_size("memory_max")?,
+            cpu_weight: pairs.take_parsed("cpu_weight", "a number from 1 to 10000")?,
+            pids_max: pairs.take_parsed("pids_max", "a number of threads")?,
+        };
+        pairs.finish()?;
+        Ok(config)
     }
 }
 

@@ -16,6 +16,7 @@ fn config(memory: &str, cpus: u8, numa: &[&str]) -> VmConfig {
         serial: SerialConfig::Null,
         api: None,
         seccomp: On,
+        isolation: IsolationConfig::default(),
         on_reboot: RebootAction::Reset,
         clock: ClockPolicy::Continue,
     }

@@ -12,11 +12,9 @@ pub const EXIT_CODE: i32 = 128 + libc::SIGSYS;
 
 static INSTALLED: Once = Once::new();
 
-/// Drops every capability of the calling thread, and the possibility to regain any through
-/// `execve`. Capabilities are per thread: each thread of the monitor does this when it starts, the
+/// Drops every capability of the calling thread. Capabilities are per thread: each thread of the monitor does this when it starts, the
 /// main thread once everything is open.
 pub(super) fn drop_all() -> io::Result<()> {
-    rustix::thread::set_no_new_privs(true)?;
     let empty = CapabilitySet::empty();
     set_capabilities(
         None,

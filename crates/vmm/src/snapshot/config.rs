@@ -11,6 +11,7 @@ use crate::config::{
     BalloonDeviceConfig, BootFiles, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides,
     NumaNodeConfig, RebootAction, SerialConfig, Switch, VmConfig,
 };
+use crate::isolation::IsolationConfig;
 use crate::size::ByteSize;
 use crate::words::to_word;
 
@@ -71,6 +72,8 @@ pub struct Overrides {
     pub api: Option<PathBuf>,
     /// Whether system calls are filtered.
     pub seccomp: Switch,
+    /// The rights that the monitor gives up.
+    pub isolation: IsolationConfig,
     /// Behaviour of the guest's clocks; `None` keeps the saved one.
     pub clock: Option<ClockPolicy>,
     /// Action on a reboot; `None` keeps the saved one.
@@ -91,6 +94,7 @@ impl Default for Overrides {
             serial: SerialConfig::Stdio,
             api: None,
             seccomp: Switch::On,
+            isolation: IsolationConfig::default(),
             clock: None,
             on_reboot: None,
             boot: None,
@@ -187,6 +191,7 @@ impl MachineConfig {
             serial: overrides.serial,
             api: overrides.api,
             seccomp: overrides.seccomp,
+            isolation: overrides.isolation,
             on_reboot,
             clock: overrides.clock.unwrap_or(self.clock),
         })

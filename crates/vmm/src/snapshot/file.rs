@@ -19,6 +19,11 @@ pub const RAM_OFFSET_BYTES: u64 = 2 << 20;
 /// fragmented memory.
 const MAX_STATE_BYTES: u64 = 256 << 20;
 
+/// Largest size of the file of a machine with `ram_bytes` of RAM.
+pub(crate) fn most_bytes(ram_bytes: u64) -> u64 {
+    RAM_OFFSET_BYTES + ram_bytes + MAX_STATE_BYTES
+}
+
 const MAGIC: &[u8; 8] = b"EBB-VM\r\n";
 const HEADER_BYTES: usize = 64;
 

@@ -16,6 +16,7 @@ use crate::config::{
     BootFiles, DiskConfig, MergeBackend, MergeConfig, RebootAction, Switch, VmConfig,
 };
 use crate::devices::serial::SavedSerial;
+use crate::isolation::IsolationConfig;
 
 const RAM_BYTES: u64 = 32 << 20;
 
@@ -38,6 +39,7 @@ fn config() -> VmConfig {
         serial: crate::config::SerialConfig::Null,
         api: Some("/run/api".into()),
         seccomp: Switch::Off,
+        isolation: IsolationConfig::default(),
         on_reboot: RebootAction::Exit,
         clock: ClockPolicy::CatchUp,
     }

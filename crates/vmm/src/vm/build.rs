@@ -11,6 +11,7 @@ use kvm_ioctls::{IoEventAddress, Kvm, VmFd};
 use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use super::control::ProcessMemory;
 use super::merge::Merging;
 use super::migration::description::capabilities;
 use super::snapshot::capture_interrupts;
@@ -32,6 +33,7 @@ use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport, MmioWindow, Wir
 use crate::devices::virtio::rng::Rng;
 use crate::devices::virtio::worker::Worker;
 use crate::exit::{ExitSignal, GuestExit};
+use crate::isolation::IsolationInfo;
 use crate::layout;
 use crate::probe;
 use crate::seccomp::{Filters, ThreadKind};
@@ -187,6 +189,8 @@ pub(super) fn build(
         handed_over: Mutex::new(None),
         released_exclusive: AtomicBool::new(false),
         started: Instant::now(),
+        process_memory: ProcessMemory::open(),
+        isolation: IsolationInfo::default(),
         trim_cursor: Mutex::new(0),
     };
     match origin {

@@ -1,6 +1,7 @@
 //! Operations of the API on a virtual machine.
 
-use std::io;
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -110,6 +111,7 @@ impl Vm {
                 .as_ref()
                 .map_or_else(String::new, |boot| boot.kernel.display().to_string()),
             pid: std::process::id(),
+            isolation: self.isolation.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             balloon: self.balloon.as_ref().map(|shared| balloon::info(&lock(shared)).into()),
         })
@@ -194,7 +196,7 @@ impl Vm {
             memory_bytes: self.ram.size_bytes(),
             guest_resident_bytes: residency.private_bytes,
             guest_shared_bytes: residency.merged_bytes,
-            process_resident_bytes: process_resident_bytes().unwrap_or(0),
+            process_resident_bytes: self.process_memory.resident_bytes().unwrap_or(0),
             uptime_ms: self.uptime_ms(),
             balloon: self.balloon.as_ref().map(|shared| balloon::metrics(&lock(shared))),
             // Unreadable statistics are omitted here; `GET /merge` reports the error.
@@ -220,17 +222,28 @@ fn snapshot_error(error: VmError) -> ControlError {
     }
 }
 
-/// Resident memory of this process in bytes, guest memory included (Linux
-/// Documentation/filesystems/proc.rst, `statm`).
-pub(super) fn process_resident_bytes() -> io::Result<u64> {
-    let statm = std::fs::read_to_string("/proc/self/statm")?;
-    let pages: u64 = statm
-        .split_ascii_whitespace()
-        .nth(1)
-        .and_then(|field| field.parse().ok())
-        .ok_or_else(|| io::Error::other("/proc/self/statm has no second field"))?;
-    // Pages of the host; x86_64 has one base page size.
-    Ok(pages * ebb_abi::PAGE_SIZE_BYTES)
+/// Resident memory of this process, guest memory included (Linux
+/// Documentation/filesystems/proc.rst, `statm`). Its file is opened once: a monitor has no access
+/// to /proc later on.
+#[derive(Debug)]
+pub(super) struct ProcessMemory(Option<File>);
+
+impl ProcessMemory {
+    pub(super) fn open() -> Self {
+        let file = File::open("/proc/self/statm")
+            .inspect_err(|error| tracing::debug!("/proc/self/statm cannot be read: {error}"));
+        Self(file.ok())
+    }
+
+    /// Its size in bytes; `None` if it cannot be read.
+    pub(super) fn resident_bytes(&self) -> Option<u64> {
+        let mut text = [0; 128];
+        let length = self.0.as_ref()?.read_at(&mut text, 0).ok()?;
+        let text = std::str::from_utf8(&text[..length]).ok()?;
+        let pages: u64 = text.split_ascii_whitespace().nth(1)?.parse().ok()?;
+        // Pages of the host; x86_64 has one base page size.
+        Some(pages * ebb_abi::PAGE_SIZE_BYTES)
+    }
 }
 
 #[cfg(test)]
@@ -241,9 +254,10 @@ mod tests {
     fn touched_memory_is_counted() {
         // Much more than the other tests of this process allocate and free meanwhile.
         const BYTES: usize = 256 << 20;
-        let before = process_resident_bytes().unwrap();
+        let memory = ProcessMemory::open();
+        let before = memory.resident_bytes().unwrap();
         let touched = std::hint::black_box(vec![1u8; BYTES]);
-        let after = process_resident_bytes().unwrap();
+        let after = memory.resident_bytes().unwrap();
         assert!(after >= before + BYTES as u64 / 2, "{before} -> {after}");
         drop(touched);
     }

@@ -1,8 +1,7 @@
 //! The main thread: waits for the end of the guest, for signals and for console input.
 
 use std::io::{self, IsTerminal};
-use std::os::fd::AsFd;
-use std::path::Path;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,13 +12,14 @@ use super::build::{Built, Origin, build};
 use super::migration::MigrationThread;
 use super::terminal::{EscapeSequence, RawTerminal, Typed};
 use super::{Vm, VmError, lock};
-use crate::api::ApiServer;
 use crate::api::control::Machine;
 use crate::api::server::Limits;
 use crate::api::vm::VmState;
+use crate::api::{ApiServer, ApiSocket};
 use crate::config::{RebootAction, SerialConfig, VmConfig};
 use crate::exit::{ExitSignal, GuestExit};
 use crate::file::readable;
+use crate::isolation::{Isolation, KeptName, Sockets};
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::{Overrides, SnapshotFile};
 
@@ -72,12 +72,18 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
     let on_reboot = config.on_reboot;
     // Before any thread starts: signals are handled by this thread, and threads inherit the mask.
     let signals = Signals::block().map_err(VmError::host("take over signals"))?;
-    let filters = Filters::new(config.seccomp)?;
-    let (serial, api) = (config.serial.clone(), config.api.clone());
+    let serial = config.serial.clone();
+    let api = config.api.as_deref().map(ApiSocket::bind).transpose()?;
+    let sockets = if api.is_some() { Sockets::Some } else { Sockets::None };
+    let mut isolation = Isolation::begin(&config.isolation, config.seccomp, sockets)?;
+    let api = api.map(|socket| isolation.keep(socket.into_parts())).transpose()?;
+    let filters = Filters::new(config.seccomp)?.with_rights(isolation.rights());
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
-    let Built { vm, input_read } = build(config, origin, &filters, &exit)?;
+    let Built { mut vm, input_read } = build(config, origin, &filters, &exit)?;
+    isolation.complete(vm.needs())?;
+    vm.isolation = isolation.info().clone();
     let vm = Arc::new(vm);
-    let _api = api.map(|path| start_api(&path, vm.clone(), &exit, &filters)).transpose()?;
+    let _api = api.map(|socket| start_api(socket, vm.clone(), &exit, &filters)).transpose()?;
     // Dropped before the API, which can then report the outcome of a migration.
     let _migrations =
         vm.config.api.is_some().then(|| MigrationThread::start(&vm, &filters)).transpose()?;
@@ -95,7 +101,7 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
 
 /// Serves the API for `vm`; a failure to restrict the thread is raised as `exit`.
 pub(super) fn start_api(
-    path: &Path,
+    (listener, name): (OwnedFd, KeptName),
     vm: Arc<dyn Machine>,
     exit: &Arc<ExitSignal>,
     filters: &Filters,
@@ -106,7 +112,7 @@ pub(super) fn start_api(
             exit.raise(GuestExit::Monitor { message: error.to_string() });
         }
     };
-    Ok(ApiServer::start_with(path, vm, Limits::default(), restrict)?)
+    Ok(ApiServer::start_with(listener, name, vm, Limits::default(), restrict)?)
 }
 
 /// Gives the rest of the console's output a moment to be read.

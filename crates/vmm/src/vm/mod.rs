@@ -15,7 +15,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use ebb_guest_ram::{GuestRam, InhibitGuard, RamError};
+use ebb_guest_ram::{GuestRam, InhibitGuard, RamError, StableMemory};
 use ebb_kvm_clock::{ClockPolicy, SavedClock};
 use kvm_bindings::CpuId;
 use kvm_ioctls::VmFd;
@@ -26,7 +26,7 @@ use crate::api::ApiError;
 use crate::api::vm::{ClockInfo, ClockInstant, VmState};
 use crate::boot::{BootError, BootImage};
 use crate::clock::{self, GuestClockError, TscFrequencies};
-use crate::config::{ConfigError, VmConfig};
+use crate::config::{ConfigError, SerialConfig, VmConfig};
 use crate::cpu::CpuError;
 use crate::cpu::state::MsrList;
 use crate::cpu::threads::{ExitCounters, VcpuThreads};
@@ -38,10 +38,12 @@ use crate::devices::virtio::block::DiskError;
 use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport};
 use crate::devices::virtio::worker::Worker;
 use crate::exit::{ExitSignal, GuestExit};
+use crate::isolation::{IsolationError, IsolationInfo, Needs};
 use crate::seccomp::SeccompError;
 use crate::snapshot::SnapshotError;
 use crate::snapshot::state::InterruptControllers;
 
+use control::ProcessMemory;
 use merge::Merging;
 use migration::Migrations;
 use migration::description::Incompatible;
@@ -130,6 +132,9 @@ pub enum VmError {
     /// System call filters could not be installed.
     #[error(transparent)]
     Seccomp(#[from] SeccompError),
+    /// The monitor could not be isolated.
+    #[error(transparent)]
+    Isolation(#[from] IsolationError),
     /// The console's file or terminal cannot be used.
     #[error("cannot use the console {console}: {source}; choose another --serial")]
     Console {
@@ -212,6 +217,9 @@ pub struct Vm {
     /// Whether devices have released what only one monitor may hold.
     released_exclusive: AtomicBool,
     started: Instant,
+    process_memory: ProcessMemory,
+    /// The isolation of the monitor, for the API.
+    isolation: IsolationInfo,
     /// First page of the next trim.
     trim_cursor: Mutex<u64>,
     ram: Arc<GuestRam>,
@@ -373,6 +381,27 @@ impl Vm {
             move |vcpu| if vcpu.index == 0 { vcpu.enter(&memory, entry) } else { Ok(()) },
         )?;
         Ok(())
+    }
+
+    /// What the monitor's resource limits follow from.
+    fn needs(&self) -> Needs {
+        let images = self.devices.iter().filter_map(|device| {
+            let image = lock(device).written_file().ok().flatten()?;
+            rustix::fs::seek(&image, rustix::fs::SeekFrom::End(0)).ok()
+        });
+        let serial = match &self.config.serial {
+            SerialConfig::File { max, .. } => max.bytes(),
+            _ => 0,
+        };
+        let snapshot = crate::snapshot::file::most_bytes(self.ram.size_bytes());
+        let merged = StableMemory::OWN_SEGMENT_BYTES;
+        let (cpus, devices) = (u64::from(self.config.cpus), self.workers.len() as u64);
+        Needs {
+            file_bytes: images.chain([serial, snapshot, merged]).max().unwrap_or(0),
+            // Besides those of vCPUs and devices: main, API, console, merging, migration and its
+            // data streams, twice that to be generous.
+            threads: cpus + devices + 64,
+        }
     }
 
     /// Why the guest ended, if it has.

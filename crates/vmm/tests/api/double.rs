@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use ebb_vmm::api::*;
 use ebb_vmm::config::Backing;
+use ebb_vmm::isolation::IsolationInfo;
 
 pub const MEMORY_BYTES: u64 = 4 << 30;
 
@@ -299,6 +300,7 @@ impl TestVm {
             uptime_ms: 1234,
             kernel: "/boot/vmlinuz".into(),
             pid: std::process::id(),
+            isolation: IsolationInfo::default(),
             version: "0.1.0".into(),
             balloon: (state.mood != Mood::NoBalloon).then_some(summary),
         }

@@ -3,12 +3,12 @@
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use ebb_vmm::api::server::Limits;
-use ebb_vmm::api::{ApiServer, Client};
+use ebb_vmm::api::{ApiServer, ApiSocket, Client};
 use serde_json::Value;
 
 use crate::double::{Mood, TestVm};
@@ -31,8 +31,19 @@ pub fn serve_with(mood: Mood, limits: Limits) -> Served {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("api.sock");
     let vm = Arc::new(TestVm::new(mood));
-    let server = Some(ApiServer::start_with(&path, vm.clone(), limits, || ()).unwrap());
+    let server = Some(start_with(&path, vm.clone(), limits, || ()));
     Served { vm, path, server, _folder: folder }
+}
+
+/// A server with other limits than usual.
+pub fn start_with(
+    path: &Path,
+    vm: Arc<TestVm>,
+    limits: Limits,
+    on_thread_start: impl FnOnce() + Send + 'static,
+) -> ApiServer {
+    let (listener, name) = ApiSocket::bind(path).unwrap().into_parts();
+    ApiServer::start_with(listener, name, vm, limits, on_thread_start).unwrap()
 }
 
 impl Served {

@@ -73,6 +73,9 @@ struct OwnedSegment {
 }
 
 impl StableMemory {
+    /// Size of a file that the machines of this process share, in bytes.
+    pub const OWN_SEGMENT_BYTES: u64 = OWN_PAGES as u64 * PAGE as u64;
+
     /// For the machines of this process. Each created segment is added to `segments`.
     pub fn own(segments: Arc<StableSegments>) -> Self {
         Self::new(Sharing::Own, segments)

@@ -13,6 +13,7 @@ use ebb_migration::{BoxError, Cancel, Receiver, TargetMemory};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::super::description::Description;
+use crate::isolation::KeptName;
 use crate::snapshot::MachineState;
 use crate::vm::{Started, Vm};
 
@@ -30,6 +31,8 @@ pub(super) enum Answer {
 /// State of the receiving thread.
 pub(super) struct Arrival {
     pub listener: Listener,
+    /// The listener's name in the file system.
+    pub name: Option<KeptName>,
     pub time_limit: Option<Duration>,
     pub cancel: Cancel,
     pub descriptions: Sender<Box<Announced>>,
@@ -105,6 +108,7 @@ impl Arrival {
         let (mut streaming, streams) =
             waiting.accept()?.join(&mut self.listener).map_err(problem)?;
         // Its name in the file system is free for the next receiver.
+        drop(self.name);
         drop(self.listener);
         if !shares {
             let streams = streams.into_iter().map(|stream| {

@@ -22,8 +22,10 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::MigrationThread;
 use super::description::Description;
 use super::source::greeting;
+use crate::api::ApiSocket;
 use crate::exit::{ExitSignal, GuestExit};
 use crate::file::readable;
+use crate::isolation::{Isolation, KeptName, Sockets};
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::Overrides;
 use crate::vm::build::{Arriving, Built, Origin, build};
@@ -55,20 +57,28 @@ pub fn receive(
 ) -> Result<GuestExit, VmError> {
     // As for a machine that starts here: before any thread starts.
     let signals = Signals::block().map_err(VmError::host("take over signals"))?;
-    let filters = Filters::new(config.overrides.seccomp)?;
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
     let pending = Arc::new(PendingVm::new(
         exit.clone(),
         config.overrides.clock.unwrap_or(ClockPolicy::Continue),
     ));
-    let api = config.overrides.api.clone();
-    let _api = api.map(|path| start_api(&path, pending.clone(), &exit, &filters)).transpose()?;
+    let api = config.overrides.api.as_deref().map(ApiSocket::bind).transpose()?;
     let session = CancelHandle::new().map_err(VmError::host("create an event"))?;
     let limits = TimeLimits::default();
-    let listener = Listener::bind(&config.listen, &config.security, &greeting(), &limits, &session)
-        .map_err(|error| VmError::NotReceived(error.to_string()))?;
+    let mut listener =
+        Listener::bind(&config.listen, &config.security, &greeting(), &limits, &session)
+            .map_err(|error| VmError::NotReceived(error.to_string()))?;
     on_listening(listener.address());
-    let mut waiting = Waiting::start(listener, config.time_limit, session, &exit, &filters)?;
+    let file = listener.take_file();
+    let has_names = api.is_some() || file.is_some();
+    let sockets = if has_names { Sockets::Some } else { Sockets::None };
+    let seccomp = config.overrides.seccomp;
+    let mut isolation = Isolation::begin(&config.overrides.isolation, seccomp, sockets)?;
+    let filters = Filters::new(seccomp)?.with_rights(isolation.rights());
+    let name = file.map(|file| isolation.keep_name(file)).transpose()?;
+    let api = api.map(|socket| isolation.keep(socket.into_parts())).transpose()?;
+    let _api = api.map(|socket| start_api(socket, pending.clone(), &exit, &filters)).transpose()?;
+    let mut waiting = Waiting::start(listener, name, config.time_limit, session, &exit, &filters)?;
 
     // Until the configuration is known.
     let Announced { description, shared } = match waiting.description(&exit, &signals)? {
@@ -76,14 +86,17 @@ pub fn receive(
         Next::End(exit) => return Ok(exit),
     };
     let serial = config.overrides.serial.clone();
-    let Built { vm, input_read } = match build_for(&description, shared, config, &filters, &exit) {
-        Ok(built) => built,
-        Err(error) => {
-            waiting.refuse(&error);
-            return Err(VmError::NotReceived(error.to_string()));
-        }
-    };
+    let Built { mut vm, input_read } =
+        match build_for(&description, shared, config, &filters, &exit) {
+            Ok(built) => built,
+            Err(error) => {
+                waiting.refuse(&error);
+                return Err(VmError::NotReceived(error.to_string()));
+            }
+        };
     let on_reboot = vm.config.on_reboot;
+    isolation.complete(vm.needs())?;
+    vm.isolation = isolation.info().clone();
     let vm = Arc::new(vm);
     pending.arrive(&vm);
     let _migrations =
@@ -155,6 +168,7 @@ struct Waiting {
 impl Waiting {
     fn start(
         listener: Listener,
+        name: Option<KeptName>,
         time_limit: Option<Duration>,
         session: CancelHandle,
         exit: &Arc<ExitSignal>,
@@ -167,6 +181,7 @@ impl Waiting {
         let (problem, cancel) = (Arc::new(Mutex::new(None)), Cancel::new());
         let arrival = Arrival {
             listener,
+            name,
             time_limit,
             cancel: cancel.clone(),
             descriptions: descriptions_sender,

@@ -11,20 +11,23 @@ use crate::api::control::{ControlError, Document, Machine, Operation, Outcome};
 use crate::api::metrics::Metrics;
 use crate::api::vm::{ClockInfo, VmInfo, VmState};
 use crate::exit::{ExitSignal, GuestExit};
+use crate::isolation::IsolationInfo;
 use crate::vm::Vm;
-use crate::vm::control::process_resident_bytes;
+use crate::vm::control::ProcessMemory;
 
 /// A machine that will arrive or has arrived.
 pub(super) struct PendingVm {
     vm: OnceLock<Arc<Vm>>,
     exit: Arc<ExitSignal>,
     clock: ClockPolicy,
+    process_memory: ProcessMemory,
     since: Instant,
 }
 
 impl PendingVm {
     pub(super) fn new(exit: Arc<ExitSignal>, clock: ClockPolicy) -> Self {
-        Self { vm: OnceLock::new(), exit, clock, since: Instant::now() }
+        let process_memory = ProcessMemory::open();
+        Self { vm: OnceLock::new(), exit, clock, process_memory, since: Instant::now() }
     }
 
     /// Sets the built machine.
@@ -46,6 +49,7 @@ impl PendingVm {
             clock: ClockInfo { policy: self.clock, ..ClockInfo::default() },
             kernel: String::new(),
             pid: std::process::id(),
+            isolation: IsolationInfo::default(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             balloon: None,
         })
@@ -53,7 +57,7 @@ impl PendingVm {
 
     fn metrics(&self) -> Metrics {
         Metrics {
-            process_resident_bytes: process_resident_bytes().unwrap_or(0),
+            process_resident_bytes: self.process_memory.resident_bytes().unwrap_or(0),
             uptime_ms: u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX),
             ..Metrics::default()
         }

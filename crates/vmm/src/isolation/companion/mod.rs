@@ -1,0 +1,147 @@
+//! A process beside the monitor that keeps the rights which the monitor gives up.
+//!
+//! The monitor cannot open a path or connect once its machine runs. Its companion has no guest
+//! memory and no API; it answers a handful of [requests](message::Request) with descriptors, and
+//! only below the directories that the command line allows. It is started before the monitor gives
+//! up its rights, ends with the monitor, however that ends, and then removes the monitor's sockets.
+
+mod message;
+mod serve;
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt as _;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use ebb_local_io::SocketFile;
+use rustix::net::sockopt::Timeout;
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use thiserror::Error;
+
+use crate::config::Switch;
+
+use message::{Reply, Request};
+
+pub use serve::serve;
+
+/// Command of the program that [`serve`]s; it is not for users.
+pub const COMPANION_COMMAND: &str = "companion";
+
+/// How long the monitor waits for an answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Why the companion could not help.
+#[derive(Debug, Error)]
+pub enum CompanionError {
+    /// The monitor was started without one.
+    #[error("the monitor has no companion process; this is a bug in the monitor")]
+    None,
+    /// It could not be started.
+    #[error("cannot start the monitor's companion process: {0}")]
+    Start(io::Error),
+    /// It does not answer.
+    #[error("the monitor's companion process does not answer: {0}")]
+    Gone(io::Error),
+    /// It refused.
+    #[error("{0}")]
+    Refused(String),
+}
+
+/// The monitor's side. Dropping the last one ends the process.
+#[derive(Debug, Clone)]
+pub struct Companion(Arc<Link>);
+
+#[derive(Debug)]
+struct Link {
+    /// Requests and their answers take turns. `None` once it has ended.
+    socket: Mutex<Option<OwnedFd>>,
+}
+
+/// A name of a socket that the companion removes when this is dropped, or when the monitor ends.
+#[derive(Debug)]
+pub struct KeptName {
+    companion: Companion,
+    index: u32,
+}
+
+/// Two connected sockets; receiving from the first one has a time limit.
+fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+    let (ours, theirs) = rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None)?;
+    rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Recv, Some(PATIENCE))?;
+    Ok((ours, theirs))
+}
+
+impl Drop for KeptName {
+    fn drop(&mut self) {
+        if let Err(error) = self.companion.call(&Request::Remove { index: self.index }, &[]) {
+            tracing::debug!("the companion removes the socket when it ends: {error}");
+        }
+    }
+}
+
+impl Companion {
+    /// Starts the process: this program with [`COMPANION_COMMAND`].
+    pub(crate) fn start() -> Result<Self, CompanionError> {
+        let (ours, theirs) = pair().map_err(CompanionError::Start)?;
+        // Not waited for: the monitor can neither reap nor kill it once its system calls are
+        // filtered. It ends when the monitor's socket is closed, and is then reaped by what follows
+        // the monitor.
+        Command::new("/proc/self/exe")
+            .arg0("ebb")
+            .arg(COMPANION_COMMAND)
+            .env_clear()
+            .stdin(Stdio::from(theirs))
+            .stdout(Stdio::null())
+            // Signals of the terminal are for the monitor.
+            .process_group(0)
+            .spawn()
+            .map_err(CompanionError::Start)?;
+        Ok(Self::over(ours))
+    }
+
+    fn over(socket: OwnedFd) -> Self {
+        Self(Arc::new(Link { socket: Mutex::new(Some(socket)) }))
+    }
+
+    /// Makes the companion remove a socket's name at the end. Only before [`begin`](Self::begin).
+    pub(crate) fn keep(&self, socket: SocketFile) -> Result<KeptName, CompanionError> {
+        let removed = || CompanionError::Refused("the socket's name was removed".to_owned());
+        let entry = socket.into_entry().ok_or_else(removed)?;
+        let (name, device, inode) = (entry.name, entry.device, entry.inode);
+        let request = Request::Keep { name, device, inode };
+        let index = self.call(&request, &[entry.directory.as_fd()])?.0.index;
+        Ok(KeptName { companion: self.clone(), index })
+    }
+
+    /// Makes the companion give up the rights that it does not need.
+    pub(crate) fn begin(&self, seccomp: Switch) -> Result<(), CompanionError> {
+        self.call(&Request::Begin { seccomp }, &[]).map(drop)
+    }
+
+    fn call(
+        &self,
+        request: &Request,
+        descriptors: &[std::os::fd::BorrowedFd<'_>],
+    ) -> Result<(Reply, Vec<OwnedFd>), CompanionError> {
+        let mut socket = self.0.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        let ended = || io::Error::from(io::ErrorKind::BrokenPipe);
+        let open = socket.as_ref().ok_or_else(|| CompanionError::Gone(ended()))?;
+        let answer = message::send(open, request, descriptors)
+            .and_then(|()| message::receive::<Reply>(open)?.ok_or_else(ended));
+        match answer {
+            Ok((Reply { error: Some(problem), .. }, _)) => Err(CompanionError::Refused(problem)),
+            Ok(answer) => Ok(answer),
+            Err(error) => {
+                // An answer that comes late would be taken for that to the next request.
+                *socket = None;
+                Err(CompanionError::Gone(error))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,331 @@
+//! Isolation of the monitor from its host, for the case that a guest takes over one of its threads.
+//!
+//! Everything that a machine needs is opened with the rights of the user who started the monitor.
+//! Then the monitor gives up these rights: [`Isolation::begin`] moves it into namespaces and a
+//! cgroup of its own before the first thread starts, each thread drops its user, groups and
+//! capabilities with its system call filter ([`ThreadRights`]), and [`Isolation::complete`] leaves
+//! an empty file system. What needs a path or a connection later is done by a [`Companion`].
+
+mod cgroup;
+mod companion;
+mod identity;
+mod namespaces;
+
+use std::io;
+use std::os::fd::OwnedFd;
+
+use ebb_local_io::SocketFile;
+use landlock::{ABI, Access as _, AccessFs, AccessNet, Ruleset, RulesetAttr as _, RulesetStatus};
+use rustix::process::{DumpableBehavior, Resource, Rlimit};
+use rustix::thread::CoreSchedulingScope;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::config::Switch;
+
+pub use cgroup::CgroupConfig;
+pub use companion::{
+    COMPANION_COMMAND, Companion, CompanionError, KeptName, serve as serve_companion,
+};
+pub use identity::UserChoice;
+
+use identity::Identity;
+use namespaces::Namespaces;
+
+/// Wishes for the isolation.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct IsolationConfig {
+    /// Whether the monitor gives up rights.
+    pub mode: IsolationMode,
+    /// The user that it becomes, if root started it.
+    pub user: UserChoice,
+    /// The cgroup that it moves to.
+    pub cgroup: Option<CgroupConfig>,
+}
+
+/// Whether the monitor gives up the rights of the user who started it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum IsolationMode {
+    /// As far as this host permits.
+    #[default]
+    Auto,
+    /// Only capabilities are dropped.
+    Off,
+}
+
+/// Why a monitor could not be isolated as requested.
+#[derive(Debug, Error)]
+pub enum IsolationError {
+    /// There is no such account.
+    #[error(
+        "there is no account {name:?} on this host; create it, give UID or UID:GID, or omit --user"
+    )]
+    NoAccount {
+        /// The name.
+        name: String,
+    },
+    /// Only root can change the user.
+    #[error("--user works for root only; start the monitor as root, or as that user")]
+    NotRoot,
+    /// No user id is free.
+    #[error("no user id from {first} to {last} is free; give one with --user")]
+    NoFreeId {
+        /// The first id tried.
+        first: u32,
+        /// The last one.
+        last: u32,
+    },
+    /// The cgroup cannot be used.
+    #[error("cannot use the cgroup {path}: {action}: {source}; {remedy}")]
+    Cgroup {
+        /// The folder.
+        path: String,
+        /// The failed action.
+        action: String,
+        /// The system's error.
+        source: io::Error,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// The companion process does not work.
+    #[error(transparent)]
+    Companion(#[from] CompanionError),
+    /// Another step failed.
+    #[error("cannot {action}: {source}; --isolate off runs without isolation")]
+    Step {
+        /// The step.
+        action: &'static str,
+        /// The system's error.
+        source: io::Error,
+    },
+}
+
+impl IsolationError {
+    fn step<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> Self {
+        move |source| Self::Step { action, source: source.into() }
+    }
+}
+
+/// Isolation that is in force, as far as the monitor knows.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(rename = "Isolation")]
+pub struct IsolationInfo {
+    /// Whether the monitor has given up the rights of the user who started it.
+    pub mode: IsolationMode,
+    /// Its user id.
+    pub uid: u32,
+    /// Its group id; it has no other groups.
+    pub gid: u32,
+    /// Namespaces of its own, by their names in /proc/PID/ns.
+    pub namespaces: Vec<String>,
+    /// Whether its file system is empty and read-only.
+    pub empty_root: bool,
+    /// Whether Landlock refuses paths, and connections where the kernel supports that.
+    pub landlock: bool,
+    /// Whether its threads share a processor core only with each other.
+    pub core_scheduling: bool,
+    /// Whether system calls are filtered.
+    pub seccomp: bool,
+    /// The cgroup that was requested.
+    pub cgroup: Option<String>,
+    /// What this host does not permit, with the reasons.
+    pub missing: Vec<String>,
+}
+
+/// Rights that a thread gives up when it starts, besides its capabilities.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct ThreadRights {
+    identity: Option<Identity>,
+    landlock: bool,
+}
+
+impl ThreadRights {
+    /// Gives them up, for the calling thread: Linux keeps users and Landlock's rules by thread.
+    pub(crate) fn drop(self) -> io::Result<()> {
+        if let Some(identity) = self.identity {
+            identity.assume()?;
+        }
+        if self.landlock {
+            // The kernel may support only part of it, or nothing, as `Isolation::begin` has found.
+            restrict_paths()?;
+        }
+        Ok(())
+    }
+}
+
+/// Refuses every access to a path, and TCP connections, to the calling thread. Returns whether the
+/// kernel enforces at least a part.
+fn restrict_paths() -> io::Result<bool> {
+    let restricted = Ruleset::default()
+        .handle_access(AccessFs::from_all(ABI::V5))
+        .and_then(|ruleset| ruleset.handle_access(AccessNet::from_all(ABI::V5)))
+        .and_then(Ruleset::create)
+        .and_then(landlock::RulesetCreated::restrict_self);
+    let status = restricted.map_err(io::Error::other)?;
+    Ok(status.ruleset != RulesetStatus::NotEnforced)
+}
+
+/// A monitor on its way out of its user's rights.
+#[derive(Debug)]
+pub(crate) struct Isolation {
+    rights: ThreadRights,
+    namespaces: Option<Namespaces>,
+    companion: Option<Companion>,
+    info: IsolationInfo,
+}
+
+/// Whether a monitor listens on sockets with names, which must be removed at its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sockets {
+    /// It does.
+    Some,
+    /// It does not.
+    None,
+}
+
+/// Sizes that the resource limits follow from.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Needs {
+    /// Largest file that the monitor may write, in bytes.
+    pub file_bytes: u64,
+    /// Most threads.
+    pub threads: u64,
+}
+
+impl Isolation {
+    /// Starts a companion if there are `sockets`, and moves the process into namespaces and a
+    /// cgroup of its own. The file system is still that of the host, and the rights are those of
+    /// the user.
+    ///
+    /// Must be called before a second thread exists: threads that exist stay where they are.
+    pub(crate) fn begin(
+        config: &IsolationConfig,
+        seccomp: Switch,
+        sockets: Sockets,
+    ) -> Result<Self, IsolationError> {
+        let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
+        let mut info = IsolationInfo {
+            mode: config.mode,
+            uid: uid.as_raw(),
+            gid: gid.as_raw(),
+            seccomp: seccomp.is_on(),
+            ..IsolationInfo::default()
+        };
+        info.cgroup = config.cgroup.as_ref().map(|cgroup| cgroup.path.display().to_string());
+        // Outside of the cgroup and the namespaces, in which it could not do its work.
+        let companion = match sockets {
+            Sockets::None => None,
+            Sockets::Some => Some(Companion::start()?),
+        };
+        config.cgroup.iter().try_for_each(CgroupConfig::enter)?;
+        let rights = ThreadRights::default();
+        let mut isolation = Self { rights, namespaces: None, companion, info };
+        if config.mode == IsolationMode::Off {
+            return Ok(isolation);
+        }
+        let identity = Identity::choose(&config.user)?;
+        match Namespaces::enter() {
+            Ok(namespaces) => {
+                isolation.info.namespaces =
+                    namespaces.names().iter().map(|name| (*name).to_owned()).collect();
+                isolation.namespaces = Some(namespaces);
+            }
+            Err(error) => isolation.misses(format!("namespaces: {error}")),
+        }
+        match rustix::thread::create_core_scheduling_cookie(
+            rustix::process::getpid(),
+            CoreSchedulingScope::ThreadGroup,
+        ) {
+            Ok(()) => isolation.info.core_scheduling = true,
+            Err(error) => isolation.misses(format!("core scheduling: {error}")),
+        }
+        // On a thread of its own, to learn whether the kernel enforces it.
+        let landlock = std::thread::scope(|scope| {
+            scope
+                .spawn(|| {
+                    rustix::thread::set_no_new_privs(true)?;
+                    restrict_paths()
+                })
+                .join()
+                .unwrap_or_else(|_| Ok(false))
+        });
+        match landlock {
+            Ok(true) => isolation.info.landlock = true,
+            Ok(false) => isolation.misses("Landlock: the kernel does not have it".to_owned()),
+            Err(error) => isolation.misses(format!("Landlock: {error}")),
+        }
+        if let Some(identity) = &identity {
+            (isolation.info.uid, isolation.info.gid) = identity.ids();
+        }
+        isolation.rights = ThreadRights { identity, landlock: isolation.info.landlock };
+        Ok(isolation)
+    }
+
+    fn misses(&mut self, what: String) {
+        tracing::debug!("isolation: {what}");
+        self.info.missing.push(what);
+    }
+
+    /// What each thread gives up.
+    pub(crate) fn rights(&self) -> ThreadRights {
+        self.rights
+    }
+
+    /// Leaves the removal of a listening socket's name to the companion. Only before
+    /// [`complete`](Self::complete).
+    pub(crate) fn keep(
+        &self,
+        (listener, file): (OwnedFd, SocketFile),
+    ) -> Result<(OwnedFd, KeptName), IsolationError> {
+        Ok((listener, self.keep_name(file)?))
+    }
+
+    /// As [`keep`](Self::keep), of the name alone.
+    pub(crate) fn keep_name(&self, file: SocketFile) -> Result<KeptName, IsolationError> {
+        let companion = self.companion.as_ref().ok_or(CompanionError::None)?;
+        Ok(companion.keep(file)?)
+    }
+
+    /// Leaves the host's file system and sets the resource limits. The main thread then drops its
+    /// own rights.
+    pub(crate) fn complete(&mut self, needs: Needs) -> Result<(), IsolationError> {
+        if let Some(companion) = &self.companion {
+            companion.begin(if self.info.seccomp { Switch::On } else { Switch::Off })?;
+        }
+        if self.info.mode == IsolationMode::Off {
+            return Ok(());
+        }
+        if let Some(namespaces) = &self.namespaces {
+            namespaces
+                .empty_root()
+                .map_err(IsolationError::step("leave the host's file system"))?;
+            self.info.empty_root = true;
+        }
+        let limit = |resource, most: u64| {
+            let now = rustix::process::getrlimit(resource);
+            let most = Some(now.maximum.map_or(most, |maximum| maximum.min(most)));
+            rustix::process::setrlimit(resource, Rlimit { current: most, maximum: most })
+                .map_err(IsolationError::step("set resource limits"))
+        };
+        limit(Resource::Core, 0)?;
+        limit(Resource::Fsize, needs.file_bytes)?;
+        limit(Resource::Nofile, OPEN_FILES)?;
+        // Counted by user: machines of one account would share it.
+        if self.rights.identity.is_some_and(Identity::is_dynamic) {
+            limit(Resource::Nproc, needs.threads)?;
+        }
+        // Also after a change of the user, which resets it to what the host prefers.
+        rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
+            .map_err(IsolationError::step("forbid core dumps"))
+    }
+
+    /// What is in force.
+    pub(crate) fn info(&self) -> &IsolationInfo {
+        &self.info
+    }
+}
+
+/// Most open files: those of the machine, and of API clients and migrations.
+const OPEN_FILES: u64 = 1024;
