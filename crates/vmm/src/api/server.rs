@@ -80,7 +80,7 @@ impl ApiSocket {
 /// the thread and removes the socket.
 pub struct ApiServer {
     /// What removes the socket's name when it is dropped.
-    name: Option<Box<dyn Send>>,
+    name: Option<Box<dyn Send + Sync>>,
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
@@ -103,7 +103,7 @@ impl ApiServer {
     /// [`ApiError::Io`].
     pub fn start_with(
         listener: OwnedFd,
-        name: impl Send + 'static,
+        name: impl Send + Sync + 'static,
         vm: Arc<dyn Machine>,
         limits: Limits,
         on_thread_start: impl FnOnce() + Send + 'static,
