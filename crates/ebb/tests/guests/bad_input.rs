@@ -18,6 +18,7 @@ use crate::setup::Setup;
 pub const TESTS: &[Test] = &[
     Test::new("bad_input::kernels_and_images", 240, kernels_and_images),
     Test::new("bad_input::sizes_and_options", 240, sizes_and_options),
+    Test::new("bad_input::isolation", 240, isolation),
     Test::new("bad_input::sockets", 240, sockets),
     Test::new("bad_input::disks", 240, disks),
     Test::new("bad_input::kvm_without_permission", 120, kvm_without_permission),
@@ -119,6 +120,19 @@ fn sizes_and_options(scene: &Scene) {
     refuse(scene, &setup().memory("size=200T"), 1, &["memory", "address space"]);
     refuse(scene, &setup().memory("size=64T,prealloc=on"), 1, &["in advance", "host has"]);
     refuse(scene, &setup().memory("size=1T,backing=hugetlb"), 1, &["huge pages", "nr_hugepages"]);
+}
+
+/// Requests for isolation that this host cannot fulfil.
+fn isolation(scene: &Scene) {
+    let setup = || Setup::new(scene);
+    refuse(scene, &setup().args(["--user", "no-such-account"]), 1, &["no-such-account", "--user"]);
+    refuse(scene, &setup().args(["--user", "1:2:3"]), 1, &["1:2:3"]);
+    refuse(scene, &setup().args(["--cgroup", "path=/nowhere/x"]), 1, &["/nowhere/x", "create it"]);
+    let wanted = "path=ebb-bad,cpu_weight=1000000";
+    refuse(scene, &setup().args(["--cgroup", wanted]), 1, &["cpu.weight", "ebb-bad"]);
+    let _ = fs::remove_dir("/sys/fs/cgroup/ebb-bad");
+    refuse(scene, &setup().args(["--cgroup", "memory_max=1G"]), 2, &["`path` is missing"]);
+    refuse(scene, &setup().args(["--isolate", "maybe"]), 2, &["auto", "off"]);
 }
 
 fn sockets(scene: &Scene) {

@@ -23,6 +23,7 @@ mod harness;
 mod hostile;
 mod hostile_driver;
 mod inflate;
+mod isolation;
 mod lifecycle;
 mod merge;
 mod merge_bad;
@@ -53,7 +54,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 25] = [
+const TESTS: [&[Test]; 26] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -68,6 +69,7 @@ const TESTS: [&[Test]; 25] = [
     module_recordings::TESTS,
     module_trackers::TESTS,
     api::TESTS,
+    isolation::TESTS,
     bad_input::TESTS,
     hostile::TESTS,
     snapshot::TESTS,

@@ -110,6 +110,11 @@ impl<'a> Setup<'a> {
         self
     }
 
+    /// Adds an option with its value.
+    pub fn arg_os(self, option: &str, value: &OsStr) -> Self {
+        self.args([OsStr::new(option), value])
+    }
+
     /// Sets the name of the API socket, for a second guest in a test.
     pub fn socket(mut self, name: &str) -> Self {
         self.socket = self.scene.path(name);
