@@ -1,6 +1,7 @@
 //! A client of the API: blocking, one connection per request, with one time limit for all of it.
 
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -12,6 +13,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
+use super::descriptors;
 use super::reply::{ErrorDetail, ErrorDocument};
 
 /// Longest reply accepted.
@@ -166,11 +168,22 @@ impl Client {
         target: &str,
         body: &impl Serialize,
     ) -> Result<T, ClientError> {
+        self.put_json_with(target, body, &[])
+    }
+
+    /// Like [`put_json`](Self::put_json), with file descriptors for the monitor: at most
+    /// [`MAX_DESCRIPTORS`](super::MAX_DESCRIPTORS).
+    pub fn put_json_with<T: DeserializeOwned>(
+        &self,
+        target: &str,
+        body: &impl Serialize,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<T, ClientError> {
         let mut body = serde_json::to_value(body).map_err(|error| self.io(error.into()))?;
         if let Value::Object(members) = &mut body {
             members.retain(|_, value| !value.is_null());
         }
-        self.document(&self.request("PUT", target, &body.to_string())?)
+        self.document(&self.request_with("PUT", target, &body.to_string(), descriptors)?)
     }
 
     fn document<T: DeserializeOwned>(&self, reply: &ClientReply) -> Result<T, ClientError> {
@@ -187,6 +200,16 @@ impl Client {
         target: &str,
         body: &str,
     ) -> Result<ClientReply, ClientError> {
+        self.request_with(method, target, body, &[])
+    }
+
+    fn request_with(
+        &self,
+        method: &str,
+        target: &str,
+        body: &str,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<ClientReply, ClientError> {
         let deadline = Instant::now() + self.time_limit;
         let stream = self.connect(deadline)?;
         let request = format!(
@@ -195,7 +218,7 @@ impl Client {
              Content-Length: {}\r\n\r\n{body}",
             body.len()
         );
-        let refused_early = self.send(&stream, request.as_bytes(), deadline)?;
+        let refused_early = self.send(&stream, request.as_bytes(), descriptors, deadline)?;
         let reply = self.receive(&stream, deadline, refused_early)?;
         if reply.status < 400 {
             return Ok(reply);
@@ -259,18 +282,21 @@ impl Client {
         }
     }
 
-    /// Sends `bytes`. A server that refuses early closes its end before it has read everything.
+    /// Sends `bytes`, the first of them with `descriptors`. A server that refuses early closes its end before it has read everything.
     /// That is not a failure: its reply can still be read.
     fn send(
         &self,
         stream: &UnixStream,
         bytes: &[u8],
+        descriptors: &[BorrowedFd<'_>],
         deadline: Instant,
     ) -> Result<RefusedEarly, ClientError> {
         let mut sent_bytes = 0;
         while sent_bytes < bytes.len() {
             stream.set_write_timeout(Some(self.left(deadline)?)).map_err(|error| self.io(error))?;
-            match rustix::net::send(stream, &bytes[sent_bytes..], SendFlags::NOSIGNAL) {
+            let descriptors = if sent_bytes == 0 { descriptors } else { &[] };
+            let rest = &bytes[sent_bytes..];
+            match descriptors::send(stream, rest, descriptors, SendFlags::empty()) {
                 Ok(length) => sent_bytes += length,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Err(self.timed_out()),

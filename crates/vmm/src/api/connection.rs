@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 
 use rustix::event::PollFlags;
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags, Shutdown};
+use rustix::net::{SendFlags, Shutdown};
 
 use super::control::{ControlError, Document, Machine, Outcome, Wait};
+use super::descriptors::{self, Completeness, MAX_DESCRIPTORS};
 use super::http::{self, Parsed, Request};
 use super::reply::{BodyMode, Persistence, Problem, Reply, Status};
 use super::route::route;
@@ -48,6 +49,8 @@ pub(super) struct Connection {
     socket: OwnedFd,
     /// Received and not yet processed: at most one incomplete request and a chunk.
     input: Vec<u8>,
+    /// Received for the request that completes next.
+    descriptors: Vec<OwnedFd>,
     /// Bytes to send; empty when all were sent.
     output: Vec<u8>,
     sent_bytes: usize,
@@ -106,6 +109,7 @@ impl Connection {
         Self {
             socket,
             input: Vec::new(),
+            descriptors: Vec::new(),
             output: Vec::new(),
             sent_bytes: 0,
             phase: Phase::Reading(Leave::NotGiven),
@@ -199,16 +203,26 @@ impl Connection {
 
     fn receive(&mut self, vm: &dyn Machine, now: Instant) -> Fate {
         let mut chunk = [0; CHUNK_BYTES];
-        match rustix::net::recv(&self.socket, &mut chunk, RecvFlags::DONTWAIT) {
-            Ok((0, _)) => self.input_end = InputEnd::Reached,
-            Ok((length, _)) => {
-                if self.input.is_empty() {
-                    self.deadline = now + self.limits.request;
-                }
-                self.input.extend_from_slice(&chunk[..length]);
-            }
+        let received = match descriptors::receive(&self.socket, &mut chunk, &mut self.descriptors) {
+            Ok(received) => received,
             Err(Errno::AGAIN | Errno::INTR) => return Fate::Keep,
             Err(_) => return Fate::Close,
+        };
+        if received.bytes == 0 {
+            self.input_end = InputEnd::Reached;
+        } else if self.input.is_empty() {
+            self.deadline = now + self.limits.request;
+        }
+        self.input.extend_from_slice(&chunk[..received.bytes]);
+        if self.descriptors.len() > MAX_DESCRIPTORS
+            || received.descriptors == Completeness::Truncated
+        {
+            let message = format!(
+                "the request came with more file descriptors than can be received: at most \
+                 {MAX_DESCRIPTORS}, fewer if the monitor has too many open files"
+            );
+            self.refuse(Problem::new(Status::BadRequest, message), now);
+            return self.send(vm, now);
         }
         self.serve(vm, now)
     }
@@ -221,7 +235,8 @@ impl Connection {
                 Ok(Parsed::Complete { request, consumed_bytes }) => {
                     let (persistence, body) = (request.persistence, request.reply_body());
                     tracing::debug!(method = request.method, path = request.path, "API request");
-                    let outcome = carry_out(&request, vm);
+                    let descriptors = std::mem::take(&mut self.descriptors);
+                    let outcome = carry_out(&request, descriptors, vm);
                     self.input.drain(..consumed_bytes);
                     match outcome {
                         Ok((status, Outcome::Done(document))) => {
@@ -243,11 +258,7 @@ impl Connection {
                     // replies. A client that does not get them sends the body anyway (RFC 9110
                     // section 10.1.1).
                     let leave = b"HTTP/1.1 100 Continue\r\n\r\n";
-                    let _ = rustix::net::send(
-                        &self.socket,
-                        leave,
-                        SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
-                    );
+                    let _ = descriptors::send(&self.socket, leave, &[], SendFlags::DONTWAIT);
                     return Fate::Keep;
                 }
                 Ok(Parsed::Incomplete { .. }) => return Fate::Keep,
@@ -264,6 +275,7 @@ impl Connection {
 
     fn refuse(&mut self, problem: Problem, now: Instant) {
         self.input = Vec::new();
+        self.descriptors = Vec::new();
         self.answer(&problem.into(), Persistence::Close, BodyMode::Full, now);
         self.phase = Phase::Writing(AfterReply::Linger);
     }
@@ -293,7 +305,7 @@ impl Connection {
         };
         while self.sent_bytes < self.output.len() {
             let rest = &self.output[self.sent_bytes..];
-            match rustix::net::send(&self.socket, rest, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+            match descriptors::send(&self.socket, rest, &[], SendFlags::DONTWAIT) {
                 Ok(length) => self.sent_bytes += length,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Fate::Keep,
@@ -323,8 +335,8 @@ impl Connection {
 
     fn throw_away(&mut self) -> Fate {
         let mut chunk = [0; CHUNK_BYTES];
-        match rustix::net::recv(&self.socket, &mut chunk, RecvFlags::DONTWAIT) {
-            Ok((0, _)) => Fate::Close,
+        match descriptors::receive_bytes(&self.socket, &mut chunk) {
+            Ok(0) => Fate::Close,
             Ok(_) | Err(Errno::AGAIN | Errno::INTR) => Fate::Keep,
             Err(_) => Fate::Close,
         }
@@ -332,10 +344,24 @@ impl Connection {
 }
 
 /// The outcome of `request`, and the status if it is available at once.
-fn carry_out(request: &Request<'_>, vm: &dyn Machine) -> Result<(Status, Outcome), Problem> {
+fn carry_out(
+    request: &Request<'_>,
+    descriptors: Vec<OwnedFd>,
+    vm: &dyn Machine,
+) -> Result<(Status, Outcome), Problem> {
     let operation = route(request)?;
+    if !descriptors.is_empty() && !operation.takes_descriptors() {
+        let message = format!(
+            "{} {} takes no file descriptors, and {} came with the request",
+            request.method,
+            request.path,
+            descriptors.len()
+        );
+        return Err(Problem::new(Status::BadRequest, message)
+            .with_remedy("send them with the request that takes them, after the earlier replies"));
+    }
     let status = Status::of(&operation);
-    Ok((status, vm.handle(operation)?))
+    Ok((status, vm.handle(operation, descriptors)?))
 }
 
 /// The reply after waiting.

@@ -1,5 +1,6 @@
 //! The API as commands: the operations of a machine, and their results.
 
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -13,7 +14,8 @@ use super::vm::{SnapshotReport, SnapshotTarget, TrimReport, VmInfo, VmState};
 
 /// A virtual machine as the API sees it.
 pub trait Machine: Send + Sync {
-    /// Executes `operation`.
+    /// Executes `operation` with the file descriptors that came with the request: none unless it
+    /// [takes some](Operation::takes_descriptors).
     ///
     /// One thread serves all clients, so this must not wait for the guest, the network or the end
     /// of the monitor: long-running operations return [`Outcome::Await`]. Waiting for vCPU threads
@@ -21,7 +23,11 @@ pub trait Machine: Send + Sync {
     ///
     /// # Errors
     /// Why the operation was not executed; the machine is unchanged.
-    fn handle(&self, operation: Operation) -> Result<Outcome, ControlError>;
+    fn handle(
+        &self,
+        operation: Operation,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Outcome, ControlError>;
 }
 
 /// The operations of the API.
@@ -81,6 +87,14 @@ pub enum Operation {
     SetMerge(Box<MergeSettings>),
     /// `GET /metrics`: all counters, for monitoring.
     Metrics,
+}
+
+impl Operation {
+    /// Whether file descriptors may come with the request. They belong to the first request that is
+    /// complete after their arrival: a client that sends some waits for earlier replies first.
+    pub fn takes_descriptors(&self) -> bool {
+        matches!(self, Self::Snapshot(_))
+    }
 }
 
 /// Outcome of an operation.

@@ -15,6 +15,7 @@
 //! | [`reply`] | statuses, errors and documents -> bytes, pure |
 //! | [`server`] | socket, thread, connections, time limits |
 //! | [`client`] | the other end of the socket |
+//! | `descriptors` | file descriptors that come with a request |
 //!
 //! The types of the documents are their only declaration: [`fields`], the test that writes
 //! `docs/openapi.json`, and the command line derive fields, defaults, bounds and words from their
@@ -38,10 +39,12 @@ pub mod statistics;
 pub mod vm;
 
 mod connection;
+mod descriptors;
 
 pub use balloon::*;
 pub use client::{Client, ClientError};
 pub use control::*;
+pub use descriptors::MAX_DESCRIPTORS;
 pub use free_pages::*;
 pub use merge::*;
 pub use metrics::*;

@@ -1,7 +1,7 @@
 //! The socket and its thread.
 //!
 //! System calls of the thread after `on_thread_start`, for its seccomp list: `ppoll`, `accept4`,
-//! `recvfrom`, `sendto`, `shutdown`, `close` (preceded by `fcntl` with F_GETFD in debug builds),
+//! `recvmsg`, `sendmsg`, `shutdown`, `close` (preceded by `fcntl` with F_GETFD in debug builds),
 //! `write` for logs, memory allocation, `futex`, the end of a thread, and the calls of the
 //! [`Machine`]. The socket is bound and removed by the owner's thread.
 
@@ -22,6 +22,7 @@ use rustix::net::{SendFlags, SocketFlags};
 pub use super::connection::Limits;
 use super::connection::{Connection, Fate};
 use super::control::Machine;
+use super::descriptors;
 use super::reply::{BodyMode, Persistence, Problem, Reply, Status};
 
 /// Most clients waiting to be accepted.
@@ -256,8 +257,7 @@ impl Service {
                 let bytes = Reply::from(problem).encode(Persistence::Close, BodyMode::Full);
                 // It fits into the empty buffer of a new socket. If the client is gone already,
                 // nothing is lost.
-                let _ =
-                    rustix::net::send(&socket, &bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+                let _ = descriptors::send(&socket, &bytes, &[], SendFlags::DONTWAIT);
                 return;
             };
             self.connections.swap_remove(idlest);

@@ -1,6 +1,7 @@
 //! Operations of the API on a virtual machine.
 
 use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -17,7 +18,11 @@ use crate::exit::GuestExit;
 use crate::snapshot::SnapshotError;
 
 impl Machine for Vm {
-    fn handle(&self, operation: Operation) -> Result<Outcome, ControlError> {
+    fn handle(
+        &self,
+        operation: Operation,
+        _descriptors: Vec<OwnedFd>,
+    ) -> Result<Outcome, ControlError> {
         let document = match operation {
             Operation::OpenApi => Document::OpenApi,
             Operation::VmInfo => self.info(),

@@ -1,5 +1,6 @@
 //! A test double of a virtual machine. The server under test is the real one.
 
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -48,6 +49,8 @@ pub struct State {
     pub withdrawn: u32,
     /// The last migration requested.
     pub migration: Option<MigrationRequest>,
+    /// Number of descriptors that came with the last operation.
+    pub descriptors: Option<usize>,
     /// Operation of merging.
     pub merge_run: MergeRun,
 }
@@ -180,6 +183,7 @@ impl TestVm {
             questions: 0,
             withdrawn: 0,
             migration: None,
+            descriptors: None,
             merge_run: MergeRun::Merge,
         };
         Self { shared: Arc::new(Shared { state: Mutex::new(state), asked: Condvar::new() }) }
@@ -214,7 +218,12 @@ impl TestVm {
 }
 
 impl Machine for TestVm {
-    fn handle(&self, operation: Operation) -> Result<Outcome, ControlError> {
+    fn handle(
+        &self,
+        operation: Operation,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Outcome, ControlError> {
+        self.state().descriptors = Some(descriptors.len());
         let document = match operation {
             Operation::OpenApi => Document::OpenApi,
             Operation::VmInfo => Document::Vm(self.info()),

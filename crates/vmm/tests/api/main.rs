@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
 
 mod clients;
+mod descriptors;
 mod double;
 mod limits;
 mod openapi;

@@ -1,6 +1,7 @@
 //! The API of a machine that has not arrived yet: it reports its state and can be killed. Once the
 //! machine is built, all operations are passed on to it.
 
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -65,9 +66,13 @@ impl PendingVm {
 }
 
 impl Machine for PendingVm {
-    fn handle(&self, operation: Operation) -> Result<Outcome, ControlError> {
+    fn handle(
+        &self,
+        operation: Operation,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Outcome, ControlError> {
         if let Some(vm) = self.vm.get() {
-            return vm.handle(operation);
+            return vm.handle(operation, descriptors);
         }
         let document = match operation {
             Operation::OpenApi => Document::OpenApi,
