@@ -9,11 +9,11 @@ use anyhow::Context as _;
 use ebb_vmm::api::{
     BalloonFeature, BalloonInfo, BalloonState, BalloonTarget, Client, ClientError,
     FreePagesRequest, MAX_STATISTICS_INTERVAL_SECONDS, MergeSettings, SnapshotReport,
-    SnapshotTarget, StatisticsDocument, StatisticsInterval, TrimReport, VmInfo, VmState,
-    prometheus,
+    StatisticsDocument, StatisticsInterval, TrimReport, VmInfo, VmState, prometheus,
 };
 use ebb_vmm::config::Backing;
 use ebb_vmm::size::ByteSize;
+use ebb_vmm::snapshot;
 use serde::Serialize;
 use serde_json::json;
 
@@ -71,7 +71,8 @@ enum Command {
     /// Return guest memory that contains only zeros to the host; a running guest is paused for
     /// milliseconds at a time
     Trim,
-    /// Write the machine to a file for `ebb restore`; a running guest is paused meanwhile
+    /// Write the machine to a file for `ebb restore`; a running guest is paused while its memory is
+    /// copied, and Ctrl-C cancels the snapshot
     Snapshot {
         /// Path of the file; an existing file is replaced if it is a snapshot
         #[arg(value_name = "FILE")]
@@ -150,7 +151,9 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         Command::Resume => show(out, form, &client.put("/vm/resume")?, state_row),
         Command::PowerButton => show(out, form, &client.put("/vm/power-button")?, state_row),
         Command::Trim => show(out, form, &trim(&client)?, trim_rows),
-        Command::Snapshot { file } => show(out, form, &snapshot(&client, &file)?, snapshot_rows),
+        Command::Snapshot { file } => {
+            show(out, form, &take_snapshot(&client, &file)?, snapshot_rows)
+        }
         Command::Kill => show(out, form, &client.put("/vm/kill")?, state_row),
         Command::Balloon(BalloonArgs { action: None | Some(BalloonAction::Show) }) => {
             show(out, form, &client.get("/balloon")?, balloon_rows)
@@ -253,6 +256,7 @@ fn vm_state(state: VmState) -> &'static str {
         VmState::Receiving => "receiving",
         VmState::Running => "running",
         VmState::Paused => "paused",
+        VmState::Saving => "writing a snapshot",
         VmState::Migrating => "migrating to another monitor",
         VmState::Stopping => "stopping",
     }
@@ -276,11 +280,11 @@ fn trim(client: &Client) -> anyhow::Result<TrimReport> {
     Ok(total)
 }
 
-/// The monitor may have another working directory, so it gets an absolute path.
-fn snapshot(client: &Client, file: &Path) -> anyhow::Result<SnapshotReport> {
+/// The file is created with the rights of this process; the monitor gets its descriptor.
+fn take_snapshot(client: &Client, file: &Path) -> anyhow::Result<SnapshotReport> {
     let path = std::path::absolute(file)
         .with_context(|| format!("cannot use the path {}", file.display()))?;
-    Ok(client.put_json("/vm/snapshot", &SnapshotTarget { path })?)
+    Ok(snapshot::take(client, &path)?)
 }
 
 fn snapshot_rows(report: &SnapshotReport) -> Vec<Row> {

@@ -218,6 +218,10 @@ pub enum RamError {
     )]
     SaveOntoSource,
 
+    /// The caller has cancelled a save.
+    #[error("guest memory is not saved: it was cancelled")]
+    SaveCancelled,
+
     /// Saved memory is invalid.
     #[error(transparent)]
     Image(#[from] ImageError),

@@ -43,12 +43,28 @@ impl GuestRam {
         file_offset_bytes: u64,
         progress: &mut dyn FnMut(u64),
     ) -> Result<RamImage, RamError> {
+        self.save_unless(file, file_offset_bytes, progress, &|| false)
+    }
+
+    /// Like [`save`](Self::save). Gives up soon after `is_cancelled` returns true: it is called
+    /// before each 512 KiB that are copied, and for each 64 MiB of guest memory.
+    ///
+    /// # Errors
+    /// Also [`RamError::SaveCancelled`].
+    pub fn save_unless(
+        &self,
+        file: &File,
+        file_offset_bytes: u64,
+        progress: &mut dyn FnMut(u64),
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<RamImage, RamError> {
         let end_bytes = end_in_file(file_offset_bytes, self.size_bytes())?;
         self.prepare_file(file, file_offset_bytes)?;
         let mut writer = Writer {
             ram: self,
             file,
             file_offset_bytes,
+            is_cancelled,
             extents: ExtentList::default(),
             data_bytes: 0,
         };
@@ -118,6 +134,7 @@ struct Writer<'a> {
     ram: &'a GuestRam,
     file: &'a File,
     file_offset_bytes: u64,
+    is_cancelled: &'a dyn Fn() -> bool,
     extents: ExtentList,
     data_bytes: u64,
 }
@@ -125,6 +142,7 @@ struct Writer<'a> {
 impl<'a> Writer<'a> {
     /// Writes the chunk at a RAM offset; returns its checksum.
     fn write_chunk(&mut self, start: u64, buffer: &mut [u8]) -> Result<u64, RamError> {
+        self.check_cancelled()?;
         let mut hasher = ChunkHasher::new();
         for (part, part_offset) in self.ram.parts(start, start + CHUNK_BYTES) {
             let runs = self.populated_runs(part)?;
@@ -135,6 +153,10 @@ impl<'a> Writer<'a> {
             }
         }
         Ok(hasher.finish())
+    }
+
+    fn check_cancelled(&self) -> Result<(), RamError> {
+        if (self.is_cancelled)() { Err(RamError::SaveCancelled) } else { Ok(()) }
     }
 
     fn populated_runs(&self, part: GuestRange) -> Result<Vec<PopulatedRun<'a>>, RamError> {
@@ -150,6 +172,7 @@ impl<'a> Writer<'a> {
     ) -> Result<(), RamError> {
         let mut done_bytes = 0;
         while done_bytes < run.range.size_bytes() {
+            self.check_cancelled()?;
             let size_bytes = (run.range.size_bytes() - done_bytes).min(buffer.len() as u64);
             let content = &mut buffer[..size_bytes as usize];
             match run.content {

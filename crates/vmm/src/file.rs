@@ -8,6 +8,7 @@ use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::fs::SeekFrom;
 use vmm_sys_util::eventfd::EventFd;
 
 /// Whether a file is opened for writing.
@@ -44,12 +45,64 @@ pub(crate) fn open_image(path: &Path, access: Access) -> io::Result<File> {
     Err(io::Error::new(io::ErrorKind::InvalidInput, problem))
 }
 
+/// Bytes written back at a time.
+const WRITE_BACK_BYTES: u64 = 16 << 20;
+
+/// Whether an operation was completed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub(crate) enum Completion {
+    Done,
+    Cancelled,
+}
+
+/// Writes the page cache of `file` to the disk, in pieces, and gives up between two of them if
+/// `is_cancelled`: a slow disk may take long for all of it, and `fdatasync` cannot be interrupted.
+///
+/// # Errors
+/// Those of sync_file_range(2) and fdatasync(2).
+pub(crate) fn write_back(file: &File, is_cancelled: &dyn Fn() -> bool) -> io::Result<Completion> {
+    // Not the size in fstat(2), which is zero for a block device.
+    let end_bytes = rustix::fs::seek(file, SeekFrom::End(0))?;
+    let mut offset_bytes = 0;
+    while offset_bytes < end_bytes {
+        if is_cancelled() {
+            return Ok(Completion::Cancelled);
+        }
+        sync_range(file, offset_bytes, WRITE_BACK_BYTES)?;
+        offset_bytes += WRITE_BACK_BYTES;
+    }
+    if is_cancelled() {
+        return Ok(Completion::Cancelled);
+    }
+    rustix::fs::fdatasync(file)?;
+    Ok(Completion::Done)
+}
+
+fn sync_range(file: &File, offset_bytes: u64, size_bytes: u64) -> io::Result<()> {
+    let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE
+        | libc::SYNC_FILE_RANGE_WRITE
+        | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    // Sizes of files are below the largest signed number.
+    let (offset, size) = (offset_bytes as libc::off64_t, size_bytes as libc::off64_t);
+    // SAFETY: the call takes an open descriptor and numbers, and accesses no memory of this process.
+    match unsafe { libc::sync_file_range(file.as_raw_fd(), offset, size, flags) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Polls `event` for readability.
 pub fn readable(event: &EventFd) -> PollFd<'_> {
+    polled(event, PollFlags::IN)
+}
+
+/// Polls `event` for `flags`.
+pub fn polled(event: &EventFd, flags: PollFlags) -> PollFd<'_> {
     // SAFETY: the descriptor stays open as long as `event`, whose borrow the returned lifetime is
     // bound to.
     let fd = unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) };
-    PollFd::from_borrowed_fd(fd, PollFlags::IN)
+    PollFd::from_borrowed_fd(fd, flags)
 }
 
 #[cfg(test)]

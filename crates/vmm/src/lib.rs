@@ -26,6 +26,7 @@ pub mod clock;
 pub mod config;
 pub mod cpu;
 pub mod devices;
+mod ending;
 pub mod exit;
 mod file;
 pub mod isolation;

@@ -171,14 +171,12 @@ const COMMON: &[c_long] = &[
 /// Calls that discard guest memory.
 const DISCARD: &[c_long] = &[libc::SYS_fallocate, libc::SYS_process_madvise];
 
-/// Further calls of the API thread: its socket, sizes read from /proc, and the files of snapshots.
+/// Further calls of the API thread: its socket, sizes read from /proc, and the locks of disks.
 const API: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_fadvise64,
     libc::SYS_flock,
     libc::SYS_fstat,
-    libc::SYS_fsync,
-    libc::SYS_ftruncate,
     libc::SYS_getsockopt,
     libc::SYS_lseek,
     libc::SYS_mincore,
@@ -189,9 +187,6 @@ const API: &[c_long] = &[
     libc::SYS_shutdown,
     libc::SYS_statx,
     libc::SYS_pread64,
-    libc::SYS_pwrite64,
-    libc::SYS_rename,
-    libc::SYS_unlink,
 ];
 
 /// Calls of disks and the entropy device.
@@ -219,7 +214,7 @@ const MAIN: &[c_long] = &[
 
 /// Calls of a migration: connections, certificates (read only), dirty logs, resident memory,
 /// threads for data streams, the locks of disks, the name of the socket that a receiver listened
-/// on.
+/// on, and files of snapshots that clients have opened.
 const MIGRATE: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_clone,
@@ -230,6 +225,7 @@ const MIGRATE: &[c_long] = &[
     libc::SYS_fdatasync,
     libc::SYS_flock,
     libc::SYS_fstat,
+    libc::SYS_ftruncate,
     libc::SYS_getegid,
     libc::SYS_geteuid,
     libc::SYS_getgid,
@@ -253,6 +249,7 @@ const MIGRATE: &[c_long] = &[
     libc::SYS_shutdown,
     libc::SYS_socket,
     libc::SYS_statx,
+    libc::SYS_sync_file_range,
     libc::SYS_unlink,
     libc::SYS_unlinkat,
 ];
@@ -346,22 +343,13 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     let moves = libc::MREMAP_MAYMOVE as u64;
     let replaces = moves | (libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) as u64;
     rules.insert(libc::SYS_mremap, vec![equal(3, moves)?, equal(3, replaces)?]);
-    // Files are opened for reading only. The API thread, which no guest communicates with, also
-    // creates files for snapshots.
+    // Files are opened for reading only.
     if !matches!(
         kind,
         ThreadKind::Vcpu | ThreadKind::Device | ThreadKind::Console | ThreadKind::Companion
     ) {
         let writable = (libc::O_ACCMODE | libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC) as u64;
-        let mut opens = vec![masked(2, writable, libc::O_RDONLY as u64)?];
-        if kind == ThreadKind::Api {
-            opens.push(masked(
-                2,
-                writable,
-                (libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL) as u64,
-            )?);
-        }
-        rules.insert(libc::SYS_openat, opens);
+        rules.insert(libc::SYS_openat, vec![masked(2, writable, libc::O_RDONLY as u64)?]);
     }
     let requests =
         ioctls(kind).iter().map(|&request| equal(1, request)).collect::<Result<Vec<_>, _>>()?;
@@ -372,6 +360,8 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
         ThreadKind::Merge | ThreadKind::Broker => {
             controls.extend([libc::F_GETFL, libc::F_GET_SEALS, libc::F_ADD_SEALS]);
         }
+        // Whether a client's file is open for writing.
+        ThreadKind::Migrate => controls.push(libc::F_GETFL),
         _ => {}
     }
     let controls = controls.into_iter().map(|control| equal(1, control as u64));
@@ -506,14 +496,7 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
             KVM_ENABLE_CAP,
             KVM_CHECK_EXTENSION,
         ],
-        ThreadKind::Api => &[
-            libc::FIONBIO,
-            PAGEMAP_SCAN,
-            KVM_GET_IRQCHIP,
-            KVM_GET_PIT2,
-            KVM_GET_CLOCK,
-            KVM_SET_CLOCK,
-        ],
+        ThreadKind::Api => &[libc::FIONBIO, PAGEMAP_SCAN, KVM_GET_CLOCK, KVM_SET_CLOCK],
         ThreadKind::Merge => &[
             PAGEMAP_SCAN,
             UFFDIO_REGISTER,

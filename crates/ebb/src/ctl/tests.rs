@@ -229,3 +229,23 @@ fn merging_is_shown_and_changed() {
     let busy = self::machine(Mood::WrongState);
     assert!(busy.error("merge --merge-across-nodes off").contains("resume it"));
 }
+
+#[test]
+fn a_snapshot_is_created_with_the_rights_of_the_client() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let names = |folder: &tempfile::TempDir| std::fs::read_dir(folder.path()).unwrap().count();
+    let machine = machine(Mood::Willing);
+    let before = names(&machine.folder);
+    let path = machine.folder.path().join("a.snapshot");
+    let command = format!("snapshot {}", path.display());
+    let table = machine.ctl(&command);
+    assert_eq!(value(&table, "file"), path.to_str().unwrap());
+    assert_eq!(machine.vm.state().descriptors, Some(1));
+    assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+    // This double has written nothing to it, so it is not a snapshot.
+    assert!(machine.error(&command).contains("is not a snapshot"));
+    std::fs::remove_file(&path).unwrap();
+    machine.vm.state().mood = Mood::WrongState;
+    assert!(machine.error(&command).contains("paused"));
+    assert_eq!(names(&machine.folder), before, "nothing is left");
+}

@@ -6,7 +6,8 @@ use std::process::Command as Program;
 use std::time::Duration;
 
 use ebb_vmm::api::{Client, SnapshotReport};
-use serde_json::{Value, json};
+use ebb_vmm::snapshot;
+use serde_json::Value;
 
 use crate::guest::Guest;
 use crate::harness::Scene;
@@ -24,7 +25,7 @@ impl Guest {
     /// Writes a snapshot, or returns the error.
     pub fn try_save(&self, path: &Path) -> Result<SnapshotReport, String> {
         let client = Client::new(self.socket(), SAVE_LIMIT);
-        client.put_json("/vm/snapshot", &json!({ "path": path })).map_err(|error| error.to_string())
+        snapshot::take(&client, path).map_err(|error| error.to_string())
     }
 
     /// Pauses the guest, writes a snapshot and ends the monitor, so that the guest can only

@@ -274,3 +274,21 @@ fn an_unwritable_file_is_reported() {
     let error = ram.save(&read_only, OFFSET, &mut |_| {}).unwrap_err();
     assert!(matches!(error, RamError::WriteImage { offset_bytes: OFFSET, .. }), "{error}");
 }
+
+#[test]
+fn a_cancelled_save_ends_within_a_buffer() {
+    let ram = ram();
+    write(&ram, 0, 512);
+    write(&ram, 4 * GIB, 512);
+    let file = tempfile::tempfile().unwrap();
+    for patience in 0..8_u32 {
+        let asked = std::cell::Cell::new(0);
+        let is_cancelled = || {
+            asked.set(asked.get() + 1);
+            asked.get() > patience
+        };
+        let result = ram.save_unless(&file, OFFSET, &mut |_| {}, &is_cancelled);
+        assert!(matches!(result, Err(RamError::SaveCancelled)), "{patience}: {result:?}");
+        assert_eq!(asked.get(), patience + 1, "nothing is done after the cancellation");
+    }
+}

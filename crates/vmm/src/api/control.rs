@@ -49,8 +49,9 @@ pub enum Operation {
     /// a few milliseconds at a time. A call works for about a second; the next one continues where
     /// it ended.
     Trim,
-    /// `PUT /vm/snapshot`: writes the machine to a file. A running machine is paused meanwhile.
-    /// After any error the machine is as before, and no new file of that name exists.
+    /// `PUT /vm/snapshot`: writes the machine to an empty file that is open for writing, the one
+    /// descriptor of the request. A running machine is stopped while its memory is copied. After
+    /// any error the machine is as before. A client that hangs up cancels it.
     Snapshot(SnapshotTarget),
     /// `PUT /vm/migrate`: starts a migration to another monitor, and returns at once.
     Migrate(Box<MigrationRequest>),
@@ -132,7 +133,8 @@ pub enum Document {
 
 /// An answer that is still to come. Dropping it withdraws the request.
 pub struct Wait {
-    deadline: Instant,
+    /// `None` for no limit.
+    deadline: Option<Instant>,
     answer: Box<dyn FnMut(TimeLeft) -> Option<Result<Document, ControlError>> + Send>,
 }
 
@@ -151,12 +153,19 @@ impl Wait {
         deadline: Instant,
         answer: impl FnMut(TimeLeft) -> Option<Result<Document, ControlError>> + Send + 'static,
     ) -> Self {
-        Self { deadline, answer: Box::new(answer) }
+        Self { deadline: Some(deadline), answer: Box::new(answer) }
+    }
+
+    /// Waits for `answer`, as long as the client does.
+    pub fn without_limit(
+        mut answer: impl FnMut() -> Option<Result<Document, ControlError>> + Send + 'static,
+    ) -> Self {
+        Self { deadline: None, answer: Box::new(move |_| answer()) }
     }
 
     /// The answer, once it is available or the time is up; `None` before.
     pub fn poll(&mut self) -> Option<Result<Document, ControlError>> {
-        let is_late = Instant::now() >= self.deadline;
+        let is_late = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
         (self.answer)(if is_late { TimeLeft::None } else { TimeLeft::Some })
     }
 }
@@ -216,6 +225,22 @@ impl ControlError {
         Self::WrongState { message: message.into(), remedy: Some(remedy.to_owned()) }
     }
 
+    /// An operation that is not possible while a snapshot is written.
+    pub(crate) fn being_saved() -> Self {
+        Self::wrong_state(
+            "a snapshot of the virtual machine is being written",
+            "wait for its end, or end the client that has requested it, which cancels it",
+        )
+    }
+
+    /// A snapshot that was cancelled.
+    pub(crate) fn cancelled_save() -> Self {
+        Self::wrong_state(
+            "the snapshot was cancelled",
+            "request it again while the virtual machine runs",
+        )
+    }
+
     /// An operation that failed unexpectedly with `error`.
     pub(crate) fn failed(error: impl std::fmt::Display) -> Self {
         Self::Failed { message: error.to_string() }
@@ -227,6 +252,7 @@ impl ControlError {
             VmState::Migrating => {
                 Self::wrong_state(BEING_MOVED, "wait for the end of the migration, or cancel it")
             }
+            VmState::Saving => Self::being_saved(),
             VmState::Receiving => Self::wrong_state(
                 "the virtual machine has not arrived here yet",
                 "wait until it runs",

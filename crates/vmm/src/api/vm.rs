@@ -23,6 +23,8 @@ pub enum VmState {
     Running,
     /// vCPUs are paused.
     Paused,
+    /// vCPUs are paused while memory is copied for a snapshot.
+    Saving,
     /// vCPUs are paused while the rest of the machine is sent to another monitor.
     Migrating,
     /// The guest has ended or is being ended; the monitor is about to exit.
@@ -120,7 +122,9 @@ impl TrimReport {
 /// `PUT /vm/snapshot`: the destination.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SnapshotTarget {
-    /// Absolute path of the file on the monitor's host.
+    /// Absolute path of the file, for messages and the report. The monitor does not open it: an
+    /// empty file that is open for writing comes with the request, as its only file descriptor
+    /// (`SCM_RIGHTS`, with the first bytes), and its sender gives it the name. `ebb ctl` does both.
     #[schemars(regex(pattern = "^/"))]
     pub path: PathBuf,
 }

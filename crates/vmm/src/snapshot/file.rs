@@ -1,11 +1,14 @@
-//! The snapshot file: header, position of the parts, and atomic creation.
+//! The snapshot file: header, position of the parts, and how a monitor writes them into a file that
+//! a client has opened ([`client`](super::client)).
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write as _};
+use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use ebb_guest_ram::RamImage;
+use rustix::fs::{FileType, OFlags};
+use rustix::io::Errno;
 use twox_hash::XxHash3_64;
 
 use super::{MachineState, SnapshotError};
@@ -24,7 +27,7 @@ pub(crate) fn most_bytes(ram_bytes: u64) -> u64 {
     RAM_OFFSET_BYTES + ram_bytes + MAX_STATE_BYTES
 }
 
-const MAGIC: &[u8; 8] = b"EBB-VM\r\n";
+pub(super) const MAGIC: &[u8; 8] = b"EBB-VM\r\n";
 const HEADER_BYTES: usize = 64;
 
 /// The first bytes of the file, all numbers little-endian: magic (8 bytes), version (u32), zero
@@ -191,11 +194,11 @@ impl SnapshotFile {
 }
 
 /// Opens a path of any file type: a pipe without a writer does not block.
-fn open_to_read(path: &Path) -> io::Result<File> {
+pub(super) fn open_to_read(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)
 }
 
-fn read_some(file: &File, buffer: &mut [u8]) -> io::Result<usize> {
+pub(super) fn read_some(file: &File, buffer: &mut [u8]) -> io::Result<usize> {
     let mut length = 0;
     while length < buffer.len() {
         match file.read_at(&mut buffer[length..], length as u64) {
@@ -208,122 +211,72 @@ fn read_some(file: &File, buffer: &mut [u8]) -> io::Result<usize> {
     Ok(length)
 }
 
-/// A snapshot that is being written under a temporary name. Dropped before it is finished, it is
-/// removed.
-#[derive(Debug)]
-pub struct NewSnapshot {
-    path: PathBuf,
-    temporary: PathBuf,
-    file: File,
-    finished: bool,
+/// Refuses a file of a client that no snapshot can be written to.
+///
+/// # Errors
+/// [`SnapshotError::Target`].
+pub fn check_target(path: &Path, file: &File) -> Result<(), SnapshotError> {
+    let wrong = |problem: &str| SnapshotError::Target {
+        path: path.to_owned(),
+        problem: problem.to_owned(),
+    };
+    let unreadable = |errno: Errno| wrong(&format!("cannot be examined: {errno}"));
+    let stat = rustix::fs::fstat(file).map_err(unreadable)?;
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile => {}
+        FileType::Directory => return Err(wrong("is a directory")),
+        FileType::Fifo => return Err(wrong("is a FIFO")),
+        FileType::Socket => return Err(wrong("is a socket")),
+        _ => return Err(wrong("is not a regular file")),
+    }
+    let flags = rustix::fs::fcntl_getfl(file).map_err(unreadable)?;
+    if !matches!(flags & OFlags::RWMODE, OFlags::WRONLY | OFlags::RDWR)
+        || flags.contains(OFlags::PATH)
+    {
+        return Err(wrong("is not open for writing"));
+    }
+    if flags.intersects(OFlags::APPEND | OFlags::DIRECT) {
+        return Err(wrong("is open with O_APPEND or O_DIRECT"));
+    }
+    if stat.st_size != 0 {
+        return Err(wrong(&format!("is not empty: it has {} bytes", stat.st_size)));
+    }
+    Ok(())
 }
 
-/// Sizes of a finished snapshot.
+/// Writes state and header after the RAM, which is at [`RAM_OFFSET_BYTES`] already.
+///
+/// # Errors
+/// Those of pwrite(2).
+pub fn write_rest(file: &File, state: &MachineState, ram_bytes: u64) -> io::Result<()> {
+    let text = serde_json::to_vec(state)?;
+    let header = Header {
+        ram_bytes,
+        state_offset: RAM_OFFSET_BYTES + ram_bytes,
+        state_bytes: text.len() as u64,
+        state_checksum: XxHash3_64::oneshot(&text),
+    };
+    file.write_all_at(&text, header.state_offset)?;
+    file.write_all_at(&header.to_bytes(), 0)
+}
+
+/// Sizes of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Written {
+pub struct Sizes {
     /// Size of the file, holes included.
     pub file_bytes: u64,
     /// Size on disk in bytes.
     pub stored_bytes: u64,
 }
 
-impl NewSnapshot {
-    /// Creates the file next to `path`. In the end it replaces a snapshot of that name, but no
-    /// other file.
+impl Sizes {
+    /// Those of `file`.
     ///
     /// # Errors
-    /// [`SnapshotError`] if the file cannot be created.
-    pub fn create(path: &Path) -> Result<Self, SnapshotError> {
-        let wrong = || SnapshotError::Path { path: path.to_owned() };
-        let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
-            return Err(wrong());
-        };
-        if !path.is_absolute() {
-            return Err(wrong());
-        }
-        let create = |source| SnapshotError::Create { path: path.to_owned(), source };
-        match open_to_read(path) {
-            Ok(file) => {
-                let mut magic = [0; MAGIC.len()];
-                let is_file = file.metadata().is_ok_and(|metadata| metadata.is_file());
-                if !is_file
-                    || read_some(&file, &mut magic).ok() != Some(MAGIC.len())
-                    || magic != *MAGIC
-                {
-                    return Err(SnapshotError::Exists { path: path.to_owned() });
-                }
-            }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(create(error)),
-        }
-        let mut temporary = std::ffi::OsString::from(".");
-        temporary.push(name);
-        // Random and not a process id: processes of two containers may have the same id.
-        let mut chance = [0; 8];
-        let read = rustix::rand::getrandom(&mut chance, rustix::rand::GetRandomFlags::empty());
-        read.map_err(|error| create(error.into()))?;
-        temporary.push(format!(".{:016x}.partial", u64::from_ne_bytes(chance)));
-        let temporary = directory.join(temporary);
-        // Guest memory is confidential.
-        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary);
-        let file = file.map_err(create)?;
-        Ok(Self { path: path.to_owned(), temporary, file, finished: false })
-    }
-
-    /// The file, for the RAM from [`RAM_OFFSET_BYTES`] on.
-    pub fn file(&self) -> &File {
-        &self.file
-    }
-
-    /// Writes state and header, syncs the file, and gives it its name.
-    ///
-    /// # Errors
-    /// [`SnapshotError::Write`]; the file is removed then.
-    pub fn finish(
-        mut self,
-        state: &MachineState,
-        ram_bytes: u64,
-    ) -> Result<Written, SnapshotError> {
-        let written = self.write_rest(state, ram_bytes);
-        let written =
-            written.map_err(|source| SnapshotError::Write { path: self.path.clone(), source })?;
-        self.finished = true;
-        Ok(written)
-    }
-
-    fn write_rest(&mut self, state: &MachineState, ram_bytes: u64) -> io::Result<Written> {
-        use std::os::unix::fs::MetadataExt;
-        let text = serde_json::to_vec(state)?;
-        let header = Header {
-            ram_bytes,
-            state_offset: RAM_OFFSET_BYTES + ram_bytes,
-            state_bytes: text.len() as u64,
-            state_checksum: XxHash3_64::oneshot(&text),
-        };
-        self.file.write_all_at(&text, header.state_offset)?;
-        self.file.write_all_at(&header.to_bytes(), 0)?;
-        self.file.flush()?;
-        self.file.sync_all()?;
-        let metadata = self.file.metadata()?;
-        std::fs::rename(&self.temporary, &self.path)?;
-        if let Some(directory) = self.path.parent() {
-            // The file has its name. A file system that cannot sync a directory has made it as
-            // durable as it can.
-            let _ = File::open(directory).and_then(|directory| directory.sync_all());
-        }
-        Ok(Written { file_bytes: metadata.len(), stored_bytes: metadata.blocks() * 512 })
-    }
-}
-
-impl Drop for NewSnapshot {
-    fn drop(&mut self) {
-        if !self.finished
-            && let Err(error) = std::fs::remove_file(&self.temporary)
-        {
-            tracing::warn!(
-                "cannot remove the unfinished snapshot {}: {error}",
-                self.temporary.display()
-            );
-        }
+    /// Those of fstat(2).
+    pub fn of(file: &File) -> io::Result<Self> {
+        let stat = rustix::fs::fstat(file)?;
+        let bytes = |number: i64| u64::try_from(number).unwrap_or(0);
+        Ok(Self { file_bytes: bytes(stat.st_size), stored_bytes: bytes(stat.st_blocks) * 512 })
     }
 }

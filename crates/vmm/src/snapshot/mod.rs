@@ -7,10 +7,12 @@
 //! - RAM: from 2 MiB on; guest memory by region, with holes for memory that the guest does not use
 //! - state: after the RAM; configuration, vCPUs, clocks, devices as one JSON document ([`state`])
 //!
-//! The file has a temporary name while it is written. The header is written last, and the file gets
-//! its name when all of it is on the disk: a file with the final name is complete. RAM is read
-//! lazily when the machine is restored, so its checksums are only verified on request.
+//! A client creates the file without a name and hands it to the monitor ([`take`]). The header is
+//! written last, and the client gives the file its name when all of it is on the disk: a file with a
+//! name is complete. RAM is read lazily when the machine is restored, so its checksums are only
+//! verified on request.
 
+pub mod client;
 pub mod config;
 mod features;
 pub mod file;
@@ -26,6 +28,7 @@ use thiserror::Error;
 
 use crate::config::ConfigError;
 
+pub use client::{TakeError, take};
 pub use config::{DescribedPaths, MachineConfig, Overrides};
 pub use file::{FORMAT_VERSION, SnapshotFile};
 pub use state::MachineState;
@@ -184,12 +187,32 @@ pub enum SnapshotError {
         /// The system's error.
         source: std::io::Error,
     },
-    /// The file cannot be written.
+    /// The file cannot be given its name.
     #[error(
-        "cannot write the snapshot {}: {source}; the incomplete file was removed \
-         and the virtual machine continues",
+        "cannot give the snapshot its name {}: {source}; it was removed; check the directory, and \
+         that /proc is mounted",
         path.display()
     )]
+    Name {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// The client's file is of the wrong kind.
+    #[error(
+        "the file for the snapshot {} {problem}; pass an empty regular file that is open for \
+         writing",
+        path.display()
+    )]
+    Target {
+        /// Its name.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// The file cannot be written.
+    #[error("cannot write the snapshot {}: {source}; the virtual machine continues", path.display())]
     Write {
         /// The file.
         path: PathBuf,

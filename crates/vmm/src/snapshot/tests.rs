@@ -8,7 +8,8 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 use vm_memory::{Bytes, GuestAddress};
 
-use super::file::{FORMAT_VERSION, NewSnapshot, RAM_OFFSET_BYTES, Written};
+use super::client::NewSnapshot;
+use super::file::{FORMAT_VERSION, RAM_OFFSET_BYTES, Sizes, check_target, write_rest};
 use super::processor::Processor;
 use super::state::InterruptControllers;
 use super::*;
@@ -58,13 +59,20 @@ pub(crate) fn ram() -> GuestRam {
     ram
 }
 
-fn write(path: &Path) -> Result<Written, SnapshotError> {
+fn write(path: &Path) -> Result<Sizes, SnapshotError> {
     write_machine(path, &ram())
 }
 
 /// A machine without vCPUs, whose state needs no KVM.
-pub(crate) fn write_machine(path: &Path, ram: &GuestRam) -> Result<Written, SnapshotError> {
+pub(crate) fn write_machine(path: &Path, ram: &GuestRam) -> Result<Sizes, SnapshotError> {
     let new = NewSnapshot::create(path)?;
+    let sizes = write_into(new.file(), ram)?;
+    new.publish()?;
+    Ok(sizes)
+}
+
+/// The monitor's half.
+pub(crate) fn write_into(file: &fs::File, ram: &GuestRam) -> Result<Sizes, SnapshotError> {
     let state = MachineState {
         monitor: "0".to_owned(),
         created_unix_ms: 1,
@@ -93,9 +101,10 @@ pub(crate) fn write_machine(path: &Path, ram: &GuestRam) -> Result<Written, Snap
         acpi_events: 0,
         paused: false,
         devices: Vec::new(),
-        ram: Some(ram.save(new.file(), RAM_OFFSET_BYTES, &mut |_| {})?),
+        ram: Some(ram.save(file, RAM_OFFSET_BYTES, &mut |_| {})?),
     };
-    new.finish(&state, RAM_BYTES)
+    write_rest(file, &state, RAM_BYTES).unwrap();
+    Ok(Sizes::of(file).unwrap())
 }
 
 fn names(directory: &TempDir) -> Vec<String> {
@@ -296,9 +305,37 @@ fn a_snapshot_without_the_merging_field_is_accepted() {
 fn an_unfinished_snapshot_leaves_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let new = NewSnapshot::create(&directory.path().join("a")).unwrap();
-    assert_eq!(names(&directory).len(), 1);
     drop(new);
     assert!(names(&directory).is_empty());
+}
+
+#[test]
+fn files_of_the_wrong_kind_are_refused_as_targets() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("a");
+    fs::write(&path, "").unwrap();
+    let options = || fs::File::options();
+    let (reader, writer) = std::os::unix::net::UnixStream::pair().unwrap();
+    let (_end, pipe) = std::io::pipe().unwrap();
+    drop(reader);
+    check_target(&path, &options().write(true).open(&path).unwrap()).unwrap();
+    check_target(&path, &options().read(true).write(true).open(&path).unwrap()).unwrap();
+    let full = directory.path().join("b");
+    fs::write(&full, "x").unwrap();
+    let path_only = rustix::fs::open(&path, rustix::fs::OFlags::PATH, 0.into()).unwrap();
+    for (file, words) in [
+        (fs::File::open(directory.path()).unwrap(), "is a directory"),
+        (std::os::fd::OwnedFd::from(pipe).into(), "is a FIFO"),
+        (std::os::fd::OwnedFd::from(writer).into(), "is a socket"),
+        (options().write(true).open("/dev/null").unwrap(), "is not a regular file"),
+        (fs::File::open(&path).unwrap(), "not open for writing"),
+        (path_only.into(), "not open for writing"),
+        (options().append(true).open(&path).unwrap(), "O_APPEND"),
+        (options().write(true).open(&full).unwrap(), "is not empty: it has 1 bytes"),
+    ] {
+        let error = check_target(Path::new("/name"), &file).unwrap_err().to_string();
+        assert!(error.contains(words) && error.contains("/name"), "{words}: {error}");
+    }
 }
 
 #[test]

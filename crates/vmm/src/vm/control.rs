@@ -8,20 +8,19 @@ use std::time::Duration;
 
 use super::balloon;
 use super::migration::request::check_address;
-use super::snapshot::WriteError;
-use super::{Vm, VmError, lock};
+use super::save::Save;
+use super::{Vm, lock};
 use crate::api::control::{ControlError, Document, Machine, Operation, Outcome};
 use crate::api::metrics::{KindCount, Metrics};
 use crate::api::migration::MigrationRequest;
-use crate::api::vm::{SnapshotReport, SnapshotTarget, TrimReport, VmInfo, VmState};
+use crate::api::vm::{SnapshotTarget, TrimReport, VmInfo, VmState};
 use crate::exit::GuestExit;
-use crate::snapshot::SnapshotError;
 
 impl Machine for Vm {
     fn handle(
         &self,
         operation: Operation,
-        _descriptors: Vec<OwnedFd>,
+        descriptors: Vec<OwnedFd>,
     ) -> Result<Outcome, ControlError> {
         let document = match operation {
             Operation::OpenApi => Document::OpenApi,
@@ -35,7 +34,7 @@ impl Machine for Vm {
                 self.info()
             }
             Operation::Trim => Document::Trim(self.trim()?),
-            Operation::Snapshot(target) => Document::Snapshot(self.snapshot(&target)?),
+            Operation::Snapshot(target) => return self.snapshot(target, descriptors),
             Operation::Migrate(request) => {
                 self.migrate(*request)?;
                 self.migrations.document()
@@ -70,10 +69,10 @@ impl Machine for Vm {
 }
 
 impl Vm {
-    /// Refuses changes to a machine whose state was saved for another monitor.
+    /// Refuses changes to a machine whose state was saved, or is being saved.
     pub(super) fn not_given_away(&self) -> Result<(), ControlError> {
         match self.state() {
-            state @ (VmState::Migrating | VmState::Receiving) => {
+            state @ (VmState::Migrating | VmState::Receiving | VmState::Saving) => {
                 Err(ControlError::not_running(state))
             }
             _ => Ok(()),
@@ -174,11 +173,18 @@ impl Vm {
         self.trim_some().map_err(ControlError::failed)
     }
 
-    fn snapshot(&self, target: &SnapshotTarget) -> Result<SnapshotReport, ControlError> {
-        self.write_snapshot(&target.path).map_err(|error| match error {
-            WriteError::State(problem) => ControlError::wrong_state(problem, "wait until it runs"),
-            WriteError::Vm(error) => snapshot_error(error),
-        })
+    fn snapshot(
+        &self,
+        target: SnapshotTarget,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Outcome, ControlError> {
+        match self.state() {
+            VmState::Running | VmState::Paused => {}
+            state => return Err(ControlError::not_running(state)),
+        }
+        let save = Save::new(target, descriptors)?;
+        self.migrations.ask_save(&save)?;
+        Ok(save.outcome())
     }
 
     fn migrate(&self, request: MigrationRequest) -> Result<(), ControlError> {
@@ -214,16 +220,6 @@ impl Vm {
                 count("kicked", &counters.kicked),
             ],
         }
-    }
-}
-
-/// Problems with the path are the client's errors; those of the disk are failures.
-fn snapshot_error(error: VmError) -> ControlError {
-    match error {
-        VmError::Snapshot(
-            problem @ (SnapshotError::Path { .. } | SnapshotError::Exists { .. }),
-        ) => ControlError::Invalid { field: "path", message: problem.to_string(), remedy: None },
-        error => ControlError::failed(error),
     }
 }
 

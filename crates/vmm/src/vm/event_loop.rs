@@ -5,20 +5,20 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::build::{Built, Origin, build};
 use super::migration::MigrationThread;
 use super::terminal::{EscapeSequence, RawTerminal, Typed};
-use super::{Vm, VmError, lock};
+use super::{Reset, Vm, VmError, lock};
 use crate::api::control::Machine;
 use crate::api::server::Limits;
 use crate::api::vm::VmState;
 use crate::api::{ApiServer, ApiSocket};
 use crate::config::{RebootAction, SerialConfig, VmConfig};
 use crate::exit::{ExitSignal, GuestExit};
-use crate::file::readable;
+use crate::file::{polled, readable};
 use crate::isolation::{Isolation, KeptName, Sockets};
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::{Overrides, SnapshotFile};
@@ -29,6 +29,9 @@ use signals::Signals;
 
 /// Time that a slow reader of the console has at the end of the machine.
 const LAST_OUTPUT: Duration = Duration::from_millis(500);
+
+/// Interval of attempts to reboot a machine that is being paused, saved or sent.
+const RESET_RETRY: Timespec = Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
 
 /// State of a restored machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -128,31 +131,38 @@ pub(super) fn wait_for_end(
     mut console: ConsoleInput,
     on_reboot: RebootAction,
 ) -> GuestExit {
+    let mut receiving = true;
     loop {
+        let mut reset = Reset::Done;
         match vm.pending_exit() {
             None => {}
-            Some(GuestExit::Reboot) if on_reboot == RebootAction::Reset => {
-                tracing::info!("the guest rebooted");
-                if let Err(error) = vm.reset() {
+            Some(GuestExit::Reboot) if on_reboot == RebootAction::Reset => match vm.reset() {
+                Ok(result) => reset = result,
+                Err(error) => {
                     return GuestExit::Monitor {
                         message: format!("cannot reboot the guest: {error}"),
                     };
                 }
-            }
+            },
             Some(exit) => return exit,
         }
+        let (exits, timeout) = match reset {
+            Reset::Done => (PollFlags::IN, None),
+            // The reboot is still pending, and would end the wait at once.
+            Reset::Later => (PollFlags::empty(), Some(&RESET_RETRY)),
+        };
         let mut fds = vec![
-            readable(vm.exit.event()),
+            polled(vm.exit.event(), exits),
             PollFd::new(signals, PollFlags::IN),
             readable(&console.input_read),
         ];
-        // A machine that has not arrived yet would lose the input.
-        if vm.state() != VmState::Receiving
-            && let Some(input) = console.wanted()
-        {
+        // A machine that has not arrived yet would lose the input. Once it has, an operation may
+        // hold the lock of the state for long.
+        receiving = receiving && vm.state() == VmState::Receiving;
+        if !receiving && let Some(input) = console.wanted() {
             fds.push(PollFd::new(input, PollFlags::IN));
         }
-        match poll(&mut fds, None) {
+        match poll(&mut fds, timeout) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => {
                 return GuestExit::Monitor { message: format!("cannot wait for events: {error}") };

@@ -7,12 +7,13 @@ mod event_loop;
 mod free_pages;
 mod merge;
 mod migration;
+mod save;
 mod snapshot;
 pub mod terminal;
 mod trim;
 
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
 use ebb_guest_ram::{GuestRam, InhibitGuard, RamError, StableMemory};
@@ -238,6 +239,16 @@ pub enum Started {
     No,
 }
 
+/// What became of a reboot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+enum Reset {
+    /// The guest has rebooted, or no longer needs to.
+    Done,
+    /// The machine is being paused, saved or sent: it must be tried again.
+    Later,
+}
+
 fn saved_instant(saved: &SavedClock) -> Option<ClockInstant> {
     saved.host_realtime_ns.map(|realtime_ns| ClockInstant { clock_ns: saved.clock_ns, realtime_ns })
 }
@@ -340,10 +351,18 @@ impl Vm {
 
     /// Reboots the guest. Its memory is discarded first: the new kernel finds zeros, and the host
     /// does not keep the memory that the old one touched.
-    fn reset(&self) -> Result<(), VmError> {
-        let state = lock(&self.state);
-        if *state == VmState::Stopping {
-            return Ok(());
+    ///
+    /// Never waits for an operation that holds the machine: such a machine is reset afterwards.
+    fn reset(&self) -> Result<Reset, VmError> {
+        let state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return Ok(Reset::Later),
+        };
+        match *state {
+            VmState::Saving | VmState::Migrating => return Ok(Reset::Later),
+            VmState::Stopping => return Ok(Reset::Done),
+            _ => {}
         }
         self.stop_all();
         // Only now: the previous holder of the state lock saw that a reboot is due, and no vCPU
@@ -352,9 +371,10 @@ impl Vm {
             None | Some(GuestExit::Reboot) => {}
             Some(other) => {
                 self.exit.raise(other);
-                return Ok(());
+                return Ok(Reset::Done);
             }
         }
+        tracing::info!("the guest rebooted");
         lock(&self.serial).reset();
         for device in &self.devices {
             lock(device).reset();
@@ -368,7 +388,7 @@ impl Vm {
         if *state == VmState::Running {
             self.continue_all();
         }
-        Ok(())
+        Ok(Reset::Done)
     }
 
     /// Loads kernel, initrd and tables, and points vCPU 0 at the kernel.

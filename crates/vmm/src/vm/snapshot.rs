@@ -1,8 +1,7 @@
-//! Writes a machine to a snapshot, and restores one.
+//! The state of a machine for a snapshot: captured, and restored.
 
-use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip,
@@ -10,98 +9,13 @@ use kvm_bindings::{
 use kvm_ioctls::VmFd;
 
 use super::{Vm, VmError, lock, saved_instant};
-use crate::api::control::BEING_MOVED;
-use crate::api::vm::{SnapshotReport, VmState};
 use crate::clock::{self, GuestClockError};
 use crate::cpu::state::VcpuState;
-use crate::snapshot::file::{NewSnapshot, RAM_OFFSET_BYTES};
 use crate::snapshot::processor::Processor;
 use crate::snapshot::state::InterruptControllers;
 use crate::snapshot::{MachineConfig, MachineState, SnapshotError};
 
-const ENDED: WriteError = WriteError::State("the guest has ended or is about to reboot");
-
-/// Why no snapshot was written.
-#[derive(Debug)]
-pub(super) enum WriteError {
-    /// The machine is not running, or is about to end.
-    State(&'static str),
-    /// An operation failed.
-    Vm(VmError),
-}
-
-impl<E: Into<VmError>> From<E> for WriteError {
-    fn from(error: E) -> Self {
-        Self::Vm(error.into())
-    }
-}
-
-fn milliseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
-}
-
 impl Vm {
-    /// Writes a snapshot to `path`. A running machine is paused while its memory is copied.
-    pub(super) fn write_snapshot(&self, path: &Path) -> Result<SnapshotReport, WriteError> {
-        let started = Instant::now();
-        let new = NewSnapshot::create(path)?;
-        let (captured, paused) = self.stop_and_capture(&new)?;
-        let ram_bytes = captured.ram.as_ref().map_or(0, ebb_guest_ram::RamImage::data_bytes);
-        let written = new.finish(&captured, self.ram.size_bytes())?;
-        Ok(SnapshotReport {
-            path: path.to_string_lossy().into_owned(),
-            file_bytes: written.file_bytes,
-            stored_bytes: written.stored_bytes,
-            ram_bytes,
-            elapsed_ms: milliseconds(started.elapsed()),
-            paused_ms: milliseconds(paused),
-        })
-    }
-
-    /// Copies memory and state. Returns how long a running machine was paused.
-    fn stop_and_capture(&self, new: &NewSnapshot) -> Result<(MachineState, Duration), WriteError> {
-        let mut state = lock(&self.state);
-        if self.migrations.is_active() {
-            // A guest must not be paused for long while it is sent, and it would be unclear whether
-            // the snapshot or the destination is newer.
-            return Err(WriteError::State(BEING_MOVED));
-        }
-        if self.exit.pending().is_some() {
-            // It could not continue: the access with which it ended itself would never complete.
-            return Err(ENDED);
-        }
-        match *state {
-            VmState::Starting | VmState::Receiving | VmState::Stopping => {
-                Err(WriteError::State("the virtual machine is not running"))
-            }
-            VmState::Migrating => Err(WriteError::State(BEING_MOVED)),
-            VmState::Paused => Ok((self.capture_with_ram(new)?, Duration::ZERO)),
-            VmState::Running => {
-                self.freeze()?;
-                let stopped = Instant::now();
-                // A vCPU may have ended the guest while it stopped.
-                let captured = match self.exit.pending() {
-                    None => self.capture_with_ram(new).map_err(WriteError::Vm),
-                    Some(_) => Err(ENDED),
-                };
-                if let Err(error) = self.thaw() {
-                    // It can be resumed when the cause is removed.
-                    *state = VmState::Paused;
-                    return Err(error.into());
-                }
-                Ok((captured?, stopped.elapsed()))
-            }
-        }
-    }
-
-    /// State of a paused machine; writes its RAM to the file. RAM comes last: saving the devices
-    /// makes them finish what they have begun.
-    fn capture_with_ram(&self, new: &NewSnapshot) -> Result<MachineState, VmError> {
-        let mut state = self.capture()?;
-        state.ram = Some(self.ram.save(new.file(), RAM_OFFSET_BYTES, &mut |_| {})?);
-        Ok(state)
-    }
-
     /// State of a paused machine, except its RAM, which the devices may write to meanwhile.
     pub(super) fn capture(&self) -> Result<MachineState, VmError> {
         let vcpus = self.vcpus.collect(|vcpu| vcpu.capture())?;

@@ -11,6 +11,7 @@ use thiserror::Error;
 use crate::api::vm::VmState;
 use crate::config::RebootAction;
 use crate::exit::GuestExit;
+use crate::file::write_back;
 use crate::snapshot::MachineState;
 use crate::vm::{Vm, lock};
 
@@ -90,19 +91,25 @@ impl MovedGuest {
         let (at, was_paused) = match *state {
             VmState::Running => {
                 let at = Instant::now();
-                self.vm.freeze()?;
-                if self.vm.exit.pending().is_some() {
+                *state = VmState::Migrating;
+                // Stopping may take a while. The new state keeps others from continuing or
+                // resetting the machine.
+                drop(state);
+                let frozen = self.vm.freeze();
+                if frozen.is_err() || self.vm.exit.pending().is_some() {
                     // A vCPU has ended or rebooted the guest while it stopped.
-                    self.vm.thaw()?;
+                    self.vm.not_stopped(frozen)?;
                     return Ok(Stop::RebootFirst);
                 }
                 (Some(at), false)
             }
-            VmState::Paused => (None, true),
+            VmState::Paused => {
+                *state = VmState::Migrating;
+                drop(state);
+                (None, true)
+            }
             _ => return Err(NotReady::Stopping.into()),
         };
-        *state = VmState::Migrating;
-        drop(state);
         *lock(&self.stopped.0) = Saved { state: None, at, was_paused };
         let mut state = self.vm.capture()?;
         state.paused = was_paused;
@@ -115,13 +122,13 @@ impl MovedGuest {
 }
 
 impl Guest for MovedGuest {
-    /// Writes back the page cache of the disks, without the locks of their devices: this may take
+    /// Writes back the page cache of the disks until it is cancelled, without the locks of their devices: this may take
     /// long, and the guest uses them meanwhile.
     fn flush(&mut self) -> Result<(), BoxError> {
         for device in &self.vm.devices {
             let file = lock(device).written_file()?;
             if let Some(file) = file {
-                file.sync_data()?;
+                let _ = write_back(&file, &|| self.vm.migrations.is_cancelled())?;
             }
         }
         Ok(())

@@ -72,6 +72,18 @@ impl Vm {
         self.devices.iter().try_for_each(|device| lock(device).acquire_exclusive())
     }
 
+    /// Ends an attempt to stop the machine for a migration. A machine that `freeze` has stopped
+    /// continues.
+    pub(super) fn not_stopped(&self, frozen: Result<(), VmError>) -> Result<(), VmError> {
+        let mut state = lock(&self.state);
+        if *state != VmState::Migrating {
+            return frozen;
+        }
+        let continued = frozen.is_ok().then(|| self.thaw()).transpose();
+        *state = if continued.is_ok() { VmState::Running } else { VmState::Paused };
+        frozen.and(continued.map(drop))
+    }
+
     /// Continues a machine here that was stopped for a migration.
     pub(super) fn take_back(&self, was_paused: bool) -> Result<(), VmError> {
         let mut state = lock(&self.state);

@@ -7,7 +7,7 @@
 //!
 //! At the source, the API starts and observes migrations ([`Migrations`]). A separate thread
 //! ([`MigrationThread`]) does the work, because it needs system calls that no other thread may
-//! make, and waits for the network. The [`destination`] is a monitor that has no machine yet.
+//! make, and waits for the network. It also writes snapshots ([`Save`]). The [`destination`] is a monitor that has no machine yet.
 
 pub(super) mod description;
 pub(super) mod destination;
@@ -21,10 +21,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::save::Save;
 use super::{Vm, VmError};
 use crate::api::control::{BEING_MOVED, ControlError, Document, Outcome, TimeLeft, Wait};
 use crate::api::migration::{MigrationPhase, MigrationReport, MigrationRequest, MigrationStatus};
-use crate::api::vm::VmState;
+use crate::api::vm::{SnapshotReport, VmState};
+use crate::ending::{END_LIMIT, join_until};
 use crate::exit::GuestExit;
 use crate::seccomp::{Filters, ThreadKind};
 
@@ -43,7 +45,9 @@ pub(super) struct Migrations {
 struct Slot {
     status: MigrationStatus,
     /// Requested, and not yet taken by the thread.
-    request: Option<MigrationRequest>,
+    request: Option<Job>,
+    /// The snapshot that is requested or being written.
+    save: Option<Arc<Save>>,
     /// When the current one was requested.
     asked_at: Option<Instant>,
     /// Cancels the current one; set while there is something to cancel.
@@ -56,6 +60,12 @@ struct Slot {
     ending: bool,
     /// A client has read the report.
     report_read: bool,
+}
+
+/// A job of the thread.
+enum Job {
+    Migrate(MigrationRequest),
+    Save(Arc<Save>),
 }
 
 impl Migrations {
@@ -79,23 +89,40 @@ impl Migrations {
                 "wait for the end of that migration, or cancel it",
             ));
         }
-        if slot.ending {
-            return Err(ControlError::wrong_state(
-                "the virtual machine has ended",
-                "start it again",
-            ));
-        }
+        slot.check_free()?;
         slot.status = MigrationStatus {
             phase: MigrationPhase::Connecting,
             to: Some(request.to.clone()),
             ..MigrationStatus::default()
         };
         slot.asked_at = Some(Instant::now());
-        slot.request = Some(request);
+        slot.request = Some(Job::Migrate(request));
         (slot.cancel, slot.cancelled, slot.committed, slot.report_read) =
             (None, false, false, false);
         self.changed.notify_all();
         Ok(())
+    }
+
+    /// Passes a requested snapshot to the thread.
+    pub(super) fn ask_save(&self, save: &Arc<Save>) -> Result<(), ControlError> {
+        let mut slot = self.lock();
+        if slot.status.phase.is_active() {
+            // A guest must not be stopped for long while it is sent, and it would be unclear
+            // whether the snapshot or the destination is newer.
+            return Err(ControlError::not_running(VmState::Migrating));
+        }
+        slot.check_free()?;
+        slot.save = Some(save.clone());
+        slot.request = Some(Job::Save(save.clone()));
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Ends the current snapshot with its answer.
+    fn finish_save(&self, save: &Save, answer: Result<SnapshotReport, ControlError>) {
+        // First: a client that has the answer may request the next one.
+        self.lock().save = None;
+        save.finish(answer);
     }
 
     /// Progress of the migration.
@@ -147,7 +174,7 @@ impl Migrations {
     }
 
     /// Waits for the next request; `None` when the thread is to end.
-    fn next_request(&self) -> Option<MigrationRequest> {
+    fn next_request(&self) -> Option<Job> {
         let mut slot = self.lock();
         loop {
             if slot.ending {
@@ -218,18 +245,28 @@ impl Migrations {
         }
     }
 
-    /// Stops accepting requests: the thread ends, and cancels its migration unless it is committed.
+    /// Stops accepting requests: the thread ends, and cancels its snapshot, or its migration unless
+    /// that is committed.
     fn end(&self) {
         let mut slot = self.lock();
         slot.ending = true;
         if !slot.committed {
             slot.give_up();
         }
+        if let Some(save) = &slot.save {
+            save.cancel();
+        }
+        // One that the thread has not taken.
+        if let Some(Job::Save(save)) = slot.request.take() {
+            save.finish(Err(ControlError::cancelled_save()));
+            slot.save = None;
+        }
         self.changed.notify_all();
     }
 }
 
-/// The thread that runs migrations on request. Dropping it ends the thread.
+/// The thread that writes snapshots and runs migrations on request. Dropping it cancels them and
+/// ends the thread.
 pub(super) struct MigrationThread {
     vm: Arc<Vm>,
     thread: Option<JoinHandle<()>>,
@@ -254,14 +291,21 @@ impl Drop for MigrationThread {
     fn drop(&mut self) {
         self.vm.migrations.end();
         if let Some(thread) = self.thread.take() {
-            // A panic was printed where it happened.
-            let _ = thread.join();
+            // It holds the machine: what it uses stays.
+            let _ = join_until(thread, Instant::now() + END_LIMIT);
         }
     }
 }
 
 fn work(vm: &Arc<Vm>) {
-    while let Some(request) = vm.migrations.next_request() {
+    while let Some(job) = vm.migrations.next_request() {
+        let request = match job {
+            Job::Migrate(request) => request,
+            Job::Save(save) => {
+                vm.migrations.finish_save(&save, vm.write_snapshot(&save));
+                continue;
+            }
+        };
         let report = source::migrate(vm, &request);
         let status = report.status;
         if let Some(problem) = &report.error {
@@ -284,6 +328,20 @@ fn work(vm: &Arc<Vm>) {
 }
 
 impl Slot {
+    /// Refuses a request while the thread writes a snapshot, or if it ends.
+    fn check_free(&self) -> Result<(), ControlError> {
+        if self.ending {
+            return Err(ControlError::wrong_state(
+                "the virtual machine has ended",
+                "start it again",
+            ));
+        }
+        match &self.save {
+            Some(_) => Err(ControlError::being_saved()),
+            None => Ok(()),
+        }
+    }
+
     fn give_up(&mut self) {
         self.cancelled = true;
         if let Some(cancel) = &self.cancel {

@@ -1,6 +1,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
+use crate::api::vm::SnapshotTarget;
 
 fn asked() -> Migrations {
     let migrations = Migrations::default();
@@ -21,7 +22,10 @@ fn one_at_a_time() {
     assert!(migrations.is_active());
     let error = migrations.ask(MigrationRequest::new("unix:/elsewhere")).unwrap_err();
     assert!(error.to_string().contains("unix:/there"), "{error}");
-    assert_eq!(migrations.next_request().unwrap().to, "unix:/there");
+    assert!(matches!(
+        migrations.next_request(),
+        Some(Job::Migrate(request)) if request.to == "unix:/there"
+    ));
     migrations.finish(ended(MigrationPhase::Failed));
     let status = migrations.status();
     assert_eq!((status.phase, status.bytes_sent), (MigrationPhase::Failed, 7));
@@ -81,4 +85,74 @@ fn the_end_of_the_monitor_cancels_and_ends_the_thread() {
     assert!(migrations.next_request().is_none());
     migrations.finish(ended(MigrationPhase::Cancelled));
     assert!(migrations.ask(MigrationRequest::new("unix:/there")).is_err());
+}
+
+fn save() -> Arc<Save> {
+    let file = tempfile::tempfile().unwrap();
+    Save::new(SnapshotTarget { path: "/x".into() }, vec![file.into()]).unwrap()
+}
+
+fn answer(outcome: Outcome) -> Option<Result<Document, ControlError>> {
+    match outcome {
+        Outcome::Await(mut wait) => wait.poll(),
+        Outcome::Done(document) => Some(Ok(*document)),
+    }
+}
+
+#[test]
+fn a_snapshot_and_a_migration_exclude_each_other() {
+    let migrations = asked();
+    let error = migrations.ask_save(&save()).unwrap_err();
+    assert!(error.to_string().contains("migrating"), "{error}");
+    assert!(migrations.next_request().is_some());
+    migrations.finish(ended(MigrationPhase::Failed));
+
+    let first = save();
+    migrations.ask_save(&first).unwrap();
+    // Requested, and then being written.
+    for _ in 0..2 {
+        let second = migrations.ask_save(&save()).unwrap_err();
+        let migration = migrations.ask(MigrationRequest::new("unix:/there")).unwrap_err();
+        for error in [second, migration] {
+            assert_eq!(error, ControlError::being_saved());
+        }
+        if migrations.lock().request.is_some() {
+            assert!(matches!(migrations.next_request(), Some(Job::Save(_))));
+        }
+    }
+    let report = Err(ControlError::failed("no room"));
+    migrations.finish_save(&first, report);
+    assert!(matches!(answer(first.outcome()), Some(Err(ControlError::Failed { .. }))));
+    migrations.ask(MigrationRequest::new("unix:/there")).unwrap();
+}
+
+#[test]
+fn a_client_that_hangs_up_and_the_end_of_the_monitor_cancel_a_snapshot() {
+    let migrations = Migrations::default();
+    let abandoned = save();
+    migrations.ask_save(&abandoned).unwrap();
+    let outcome = abandoned.outcome();
+    assert!(!abandoned.is_cancelled());
+    drop(outcome);
+    assert!(abandoned.is_cancelled());
+    migrations.finish_save(&abandoned, Err(ControlError::failed("cancelled")));
+
+    let last = save();
+    migrations.ask_save(&last).unwrap();
+    migrations.end();
+    assert!(last.is_cancelled());
+    assert!(migrations.next_request().is_none());
+    assert!(migrations.ask_save(&save()).is_err());
+    // Its client is answered although the thread has not taken it.
+    assert!(matches!(answer(last.outcome()), Some(Err(ControlError::WrongState { .. }))));
+}
+
+#[test]
+fn a_snapshot_needs_exactly_one_descriptor() {
+    for count in [0, 2, 3] {
+        let files = (0..count).map(|_| tempfile::tempfile().unwrap().into()).collect();
+        let error = Save::new(SnapshotTarget { path: "/x".into() }, files).err().unwrap();
+        assert!(matches!(error, ControlError::Invalid { field: "path", .. }), "{error}");
+        assert!(error.to_string().contains("file descriptor"), "{error}");
+    }
 }

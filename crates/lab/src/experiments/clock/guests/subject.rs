@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use ebb_agent::clock::ClockReading;
 use ebb_agent::clock_watch::WatchReport;
 use ebb_agent::protocol::Command;
-use ebb_vmm::api::{Client, ClientError, ClockInfo, SnapshotReport, VmInfo};
-use serde_json::{Value, json};
+use ebb_vmm::api::{Client, ClockInfo, SnapshotReport, VmInfo};
+use serde_json::Value;
 
 use super::board::Board;
 use super::interval::{HostTimes, Interval, Look};
@@ -223,10 +223,7 @@ impl<'a, 'b> Subject<'a, 'b> {
     /// Saves the guest and kills its monitor, so that the guest can only continue from the file.
     pub(super) fn save_and_end(&mut self) -> Result<Saved, LabError> {
         let stopped = self.put("/vm/pause")?;
-        let body = json!({ "path": self.snapshot() });
-        let report = self
-            .client(SAVE_LIMIT)
-            .put_json("/vm/snapshot", &body)
+        let report = ebb_vmm::snapshot::take(&self.client(SAVE_LIMIT), &self.snapshot())
             .map_err(|error| self.refused(&error))?;
         self.guest.kill();
         Ok(Saved { report, stopped })
@@ -284,7 +281,7 @@ impl<'a, 'b> Subject<'a, 'b> {
     }
 
     /// The error for a failed request: the end of the guest, if it has ended, explains more.
-    fn refused(&mut self, error: &ClientError) -> LabError {
+    fn refused(&mut self, error: &dyn std::fmt::Display) -> LabError {
         self.guest.ended_by_itself().unwrap_or_else(|| self.unexpected(error))
     }
 

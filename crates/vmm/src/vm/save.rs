@@ -1,0 +1,224 @@
+//! A snapshot as a job of the thread for migrations: the API passes the client's file on, and
+//! waits for the report.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use super::{Vm, VmError, lock};
+use crate::api::control::{ControlError, Document, Outcome, Wait};
+use crate::api::vm::{SnapshotReport, SnapshotTarget, VmState};
+use crate::file::{Completion, write_back};
+use crate::snapshot::file::{RAM_OFFSET_BYTES, Sizes, check_target, write_rest};
+use crate::snapshot::{MachineState, SnapshotError};
+
+/// A requested snapshot, shared by the client's connection and the thread that writes it.
+pub(super) struct Save {
+    /// Name of the file, for messages and the report.
+    path: PathBuf,
+    file: File,
+    cancelled: AtomicBool,
+    answer: Mutex<Option<Result<SnapshotReport, ControlError>>>,
+}
+
+impl Save {
+    /// The snapshot that a client has requested with `descriptors`.
+    ///
+    /// # Errors
+    /// Not exactly one descriptor came with the request.
+    pub(super) fn new(
+        target: SnapshotTarget,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Arc<Self>, ControlError> {
+        let invalid = |message: &str| ControlError::Invalid {
+            field: "path",
+            message: message.to_owned(),
+            remedy: Some(
+                "`ebb ctl SOCKET snapshot FILE` opens the file and passes its descriptor"
+                    .to_owned(),
+            ),
+        };
+        let mut descriptors = descriptors.into_iter();
+        let file = match (descriptors.next(), descriptors.next()) {
+            (Some(file), None) => file,
+            (Some(_), Some(_)) => {
+                return Err(invalid("more than one file descriptor came with the request"));
+            }
+            // A path that the monitor may open would be opened here.
+            (None, _) => {
+                return Err(invalid(
+                    "no file descriptor came with the request, and the monitor opens no paths",
+                ));
+            }
+        };
+        Ok(Arc::new(Self {
+            path: target.path,
+            file: file.into(),
+            cancelled: AtomicBool::new(false),
+            answer: Mutex::new(None),
+        }))
+    }
+
+    /// Waits for the report. A client that no longer waits cancels the snapshot.
+    pub(super) fn outcome(self: &Arc<Self>) -> Outcome {
+        let client = Client(self.clone());
+        Outcome::Await(Wait::without_limit(move || {
+            lock(&client.0.answer).clone().map(|answer| answer.map(Document::Snapshot))
+        }))
+    }
+
+    pub(super) fn cancel(&self) {
+        self.cancelled.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn finish(&self, answer: Result<SnapshotReport, ControlError>) {
+        *lock(&self.answer) = Some(answer);
+    }
+}
+
+/// A client that waits for the report.
+struct Client(Arc<Save>);
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.0.cancel();
+    }
+}
+
+/// Why no snapshot was written.
+enum Failure {
+    /// Not possible in this state, or the client's file is of the wrong kind.
+    Refused(ControlError),
+    Cancelled,
+    /// An operation failed.
+    Vm(VmError),
+}
+
+impl<E: Into<VmError>> From<E> for Failure {
+    fn from(error: E) -> Self {
+        match error.into() {
+            VmError::Ram(ebb_guest_ram::RamError::SaveCancelled) => Self::Cancelled,
+            VmError::Snapshot(problem @ SnapshotError::Target { .. }) => {
+                Self::Refused(ControlError::Invalid {
+                    field: "path",
+                    message: problem.to_string(),
+                    remedy: None,
+                })
+            }
+            error => Self::Vm(error),
+        }
+    }
+}
+
+impl From<Failure> for ControlError {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Refused(error) => error,
+            Failure::Cancelled => Self::cancelled_save(),
+            Failure::Vm(error) => Self::failed(error),
+        }
+    }
+}
+
+impl Vm {
+    /// Writes the snapshot. A running machine is stopped while its memory is copied, and runs
+    /// while the copy is written back to the disk.
+    pub(super) fn write_snapshot(&self, save: &Save) -> Result<SnapshotReport, ControlError> {
+        Ok(self.try_write_snapshot(save)?)
+    }
+
+    fn try_write_snapshot(&self, save: &Save) -> Result<SnapshotReport, Failure> {
+        let started = Instant::now();
+        check_target(&save.path, &save.file)?;
+        let (captured, paused) = self.stop_and_save(save)?;
+        let failed = |source| SnapshotError::Write { path: save.path.clone(), source };
+        write_rest(&save.file, &captured, self.ram.size_bytes()).map_err(failed)?;
+        match write_back(&save.file, &|| save.is_cancelled()).map_err(failed)? {
+            Completion::Done => {}
+            Completion::Cancelled => return Err(Failure::Cancelled),
+        }
+        let sizes = Sizes::of(&save.file).map_err(failed)?;
+        Ok(SnapshotReport {
+            path: save.path.to_string_lossy().into_owned(),
+            file_bytes: sizes.file_bytes,
+            stored_bytes: sizes.stored_bytes,
+            ram_bytes: captured.ram.as_ref().map_or(0, ebb_guest_ram::RamImage::data_bytes),
+            elapsed_ms: milliseconds(started.elapsed()),
+            paused_ms: milliseconds(paused),
+        })
+    }
+
+    /// Copies memory and state. Returns how long a running machine was stopped.
+    ///
+    /// The lock of the state is not held meanwhile: [`VmState::Saving`] keeps others from stopping,
+    /// continuing or resetting the machine.
+    fn stop_and_save(&self, save: &Save) -> Result<(MachineState, Duration), Failure> {
+        let before = {
+            let mut state = lock(&self.state);
+            if self.exit.pending().is_some() {
+                // It could not continue: the access with which it ended itself would never
+                // complete.
+                return Err(ended());
+            }
+            match *state {
+                before @ (VmState::Running | VmState::Paused) => {
+                    *state = VmState::Saving;
+                    before
+                }
+                other => return Err(Failure::Refused(ControlError::not_running(other))),
+            }
+        };
+        let stopped = Instant::now();
+        let (saved, is_frozen) = match before {
+            VmState::Running => match self.freeze() {
+                // A vCPU may have ended the guest while it stopped.
+                Ok(()) if self.exit.pending().is_some() => (Err(ended()), true),
+                Ok(()) => (self.save_all(save), true),
+                Err(error) => (Err(error.into()), false),
+            },
+            _ => (self.save_all(save), false),
+        };
+        let mut state = lock(&self.state);
+        if *state != VmState::Saving {
+            // The machine is being ended.
+            return Err(Failure::Cancelled);
+        }
+        if is_frozen && let Err(error) = self.thaw() {
+            // It can be resumed when the cause is removed.
+            *state = VmState::Paused;
+            return Err(error.into());
+        }
+        *state = before;
+        drop(state);
+        let paused = if is_frozen { stopped.elapsed() } else { Duration::ZERO };
+        Ok((saved?, paused))
+    }
+
+    /// State of a stopped machine; copies its RAM to the file. RAM comes last: saving the devices
+    /// makes them finish what they have begun.
+    fn save_all(&self, save: &Save) -> Result<MachineState, Failure> {
+        let mut state = self.capture()?;
+        let is_cancelled = || save.is_cancelled();
+        let ram = self.ram.save_unless(&save.file, RAM_OFFSET_BYTES, &mut |_| {}, &is_cancelled)?;
+        state.ram = Some(ram);
+        Ok(state)
+    }
+}
+
+fn ended() -> Failure {
+    Failure::Refused(ControlError::wrong_state(
+        "the guest has ended or is about to reboot",
+        "wait until it runs",
+    ))
+}
+
+fn milliseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
