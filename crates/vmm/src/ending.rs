@@ -1,11 +1,9 @@
-//! The end of threads: none waits without a limit for another.
+//! The end of threads. A thread that is told to end does so at once, unless it is inside of a system
+//! call on a slow disk, or waits for a device that such a thread holds. The end of the monitor does
+//! not wait for those ([`ExitSignal::end_deadline`](crate::exit::ExitSignal::end_deadline)).
 
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-
-/// How long the end of a monitor waits for threads that were told to end. They do so at once, unless
-/// they are inside of a system call on a slow disk, or of a device's lock that such a thread holds.
-pub(crate) const END_LIMIT: Duration = Duration::from_millis(500);
 
 /// Interval of checks. A thread that has been told to end usually does so within microseconds.
 const POLL: Duration = Duration::from_micros(200);

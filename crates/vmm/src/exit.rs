@@ -1,9 +1,14 @@
 //! Why a virtual machine ended. [`ExitSignal`] is the only place where that is decided.
 
 use std::fmt;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+/// How long the end of a machine waits for all of its threads. With the waits for readers of the
+/// console and of the API's replies, the monitor ends within two seconds.
+const END_LIMIT: Duration = Duration::from_secs(1);
 
 /// Why the guest no longer runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -96,12 +101,17 @@ impl fmt::Display for GuestExit {
 pub struct ExitSignal {
     reason: Mutex<Option<GuestExit>>,
     event: EventFd,
+    deadline: OnceLock<Instant>,
 }
 
 impl ExitSignal {
     /// A signal without a reason.
     pub fn new() -> std::io::Result<Self> {
-        Ok(Self { reason: Mutex::new(None), event: EventFd::new(EFD_NONBLOCK)? })
+        Ok(Self {
+            reason: Mutex::new(None),
+            event: EventFd::new(EFD_NONBLOCK)?,
+            deadline: OnceLock::new(),
+        })
     }
 
     /// Raises a reason to end. The first one is kept, except that a kill replaces a reboot: after
@@ -126,6 +136,11 @@ impl ExitSignal {
         let mut reason = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = self.event.read();
         reason.take()
+    }
+
+    /// Until when the end of the machine waits for its threads: [`END_LIMIT`] after the first call.
+    pub(crate) fn end_deadline(&self) -> Instant {
+        *self.deadline.get_or_init(|| Instant::now() + END_LIMIT)
     }
 
     /// Readable while a reason is pending.

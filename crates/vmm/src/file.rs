@@ -110,6 +110,26 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_cancelled_write_back_ends_after_its_piece() {
+        let file = tempfile::tempfile().unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, b"x", 5 * WRITE_BACK_BYTES).unwrap();
+        // Six pieces, and the end.
+        for patience in 0..7_u32 {
+            let asked = std::cell::Cell::new(0);
+            let is_cancelled = || {
+                asked.set(asked.get() + 1);
+                asked.get() > patience
+            };
+            assert_eq!(write_back(&file, &is_cancelled).unwrap(), Completion::Cancelled);
+            assert_eq!(asked.get(), patience + 1);
+        }
+        assert_eq!(write_back(&file, &|| false).unwrap(), Completion::Done);
+        let (pipe, _end) = std::io::pipe().unwrap();
+        let pipe = File::from(std::os::fd::OwnedFd::from(pipe));
+        assert!(write_back(&pipe, &|| false).is_err());
+    }
+
+    #[test]
     fn files_that_are_not_images_are_refused_without_blocking() {
         let directory = tempfile::tempdir().unwrap();
         let fifo = directory.path().join("fifo");

@@ -24,6 +24,7 @@ use super::connection::{Connection, Fate};
 use super::control::Machine;
 use super::descriptors;
 use super::reply::{BodyMode, Persistence, Problem, Reply, Status};
+use crate::ending::join_until;
 
 /// Most clients waiting to be accepted.
 const BACKLOG: i32 = 16;
@@ -36,6 +37,9 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long replies are still sent when the server ends.
 const FINISH_TIME_LIMIT: Duration = Duration::from_millis(200);
+
+/// How long the end of the server waits for its thread.
+const END_TIME_LIMIT: Duration = Duration::from_millis(400);
 
 /// Stack size in bytes. A small one suffices: requests and replies are on the heap.
 const STACK_BYTES: usize = 256 << 10;
@@ -146,10 +150,9 @@ impl Drop for ApiServer {
         self.name = None;
         // Adding one to a counter of zero cannot fail.
         let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            tracing::error!("the API thread has panicked");
+        if let Some(thread) = self.thread.take() {
+            // It keeps what it uses. A machine may be stuck in an operation.
+            let _ = join_until(thread, Instant::now() + END_TIME_LIMIT);
         }
     }
 }

@@ -18,6 +18,7 @@ use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
 use super::{CpuError, Vcpu};
 use crate::devices::bus::Bus;
+use crate::ending::{Ended, join_until};
 use crate::exit::{ExitSignal, GuestExit};
 use crate::seccomp::{Filters, ThreadKind};
 
@@ -118,7 +119,7 @@ impl VcpuThreads {
             let filter = filters.for_thread(ThreadKind::Vcpu);
             let name = format!("vcpu{}", vcpu.index);
             result.threads.push(std::thread::Builder::new().name(name).spawn(move || {
-                let _ended = Ended(&shared);
+                let _ended = OnEnd(&shared);
                 install_kick_target(&mut vcpu);
                 match filter.apply() {
                     Ok(()) => run(&shared, &buses, &mut vcpu),
@@ -143,6 +144,25 @@ impl VcpuThreads {
     pub fn pause(&self) {
         self.set_goal(Goal::Pause);
         self.wait_until_parked();
+    }
+
+    /// Like [`pause`](Self::pause) without waiting: whether all vCPUs are paused.
+    pub fn try_pause(&self) -> bool {
+        self.set_goal(Goal::Pause);
+        lock(&self.shared).parked >= self.threads.len()
+    }
+
+    /// Ends the threads, or leaves those behind that take too long.
+    pub(crate) fn end(&mut self) -> Ended {
+        self.set_goal(Goal::Stop);
+        let deadline = self.shared.exit.end_deadline();
+        let mut all = Ended::Yes;
+        for thread in self.threads.drain(..) {
+            if join_until(thread, deadline) == Ended::No {
+                all = Ended::No;
+            }
+        }
+        all
     }
 
     /// Lets all vCPUs run.
@@ -230,9 +250,9 @@ impl VcpuThreads {
 }
 
 /// Records the end of a thread, also by a panic, so that no thread waits for it.
-struct Ended<'a>(&'a Shared);
+struct OnEnd<'a>(&'a Shared);
 
-impl Drop for Ended<'_> {
+impl Drop for OnEnd<'_> {
     fn drop(&mut self) {
         let mut state = lock(self.0);
         state.parked += 1;
@@ -243,11 +263,7 @@ impl Drop for Ended<'_> {
 
 impl Drop for VcpuThreads {
     fn drop(&mut self) {
-        self.set_goal(Goal::Stop);
-        for thread in self.threads.drain(..) {
-            // A panic was printed where it happened.
-            let _ = thread.join();
-        }
+        let _ = self.end();
     }
 }
 

@@ -30,8 +30,8 @@ use signals::Signals;
 /// Time that a slow reader of the console has at the end of the machine.
 const LAST_OUTPUT: Duration = Duration::from_millis(500);
 
-/// Interval of attempts to reboot a machine that is being paused, saved or sent.
-const RESET_RETRY: Timespec = Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
+/// Interval of attempts to reboot a machine that is stopping, or being paused, saved or sent.
+const RESET_RETRY: Timespec = Timespec { tv_sec: 0, tv_nsec: 2_000_000 };
 
 /// State of a restored machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

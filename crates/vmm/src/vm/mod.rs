@@ -38,6 +38,7 @@ use crate::devices::virtio::balloon::BalloonDevice;
 use crate::devices::virtio::block::DiskError;
 use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport};
 use crate::devices::virtio::worker::Worker;
+use crate::ending::Ended;
 use crate::exit::{ExitSignal, GuestExit};
 use crate::isolation::{IsolationError, IsolationInfo, Needs};
 use crate::seccomp::SeccompError;
@@ -229,6 +230,22 @@ pub struct Vm {
     merging: Merging,
 }
 
+impl Drop for Vm {
+    fn drop(&mut self) {
+        self.workers.iter().for_each(Worker::request_end);
+        let mut all = self.vcpus.end();
+        for worker in &mut self.workers {
+            if worker.end() == Ended::No {
+                all = Ended::No;
+            }
+        }
+        if all == Ended::No {
+            // A thread that was left behind still accesses guest memory.
+            std::mem::forget(self.ram.clone());
+        }
+    }
+}
+
 /// Whether a call has started a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
@@ -245,7 +262,7 @@ pub enum Started {
 enum Reset {
     /// The guest has rebooted, or no longer needs to.
     Done,
-    /// The machine is being paused, saved or sent: it must be tried again.
+    /// The machine is still stopping, or being paused, saved or sent: it must be tried again.
     Later,
 }
 
@@ -340,6 +357,14 @@ impl Vm {
         }
     }
 
+    /// Like [`stop_all`](Self::stop_all) without waiting for vCPUs and devices: whether all have
+    /// stopped.
+    fn try_stop_all(&self) -> bool {
+        self.merging.pause();
+        let vcpus_stopped = self.vcpus.try_pause();
+        self.workers.iter().fold(vcpus_stopped, |stopped, worker| worker.try_pause() && stopped)
+    }
+
     /// Continues devices first, so that the guest does not wait for them.
     fn continue_all(&self) {
         for worker in &self.workers {
@@ -352,7 +377,8 @@ impl Vm {
     /// Reboots the guest. Its memory is discarded first: the new kernel finds zeros, and the host
     /// does not keep the memory that the old one touched.
     ///
-    /// Never waits for an operation that holds the machine: such a machine is reset afterwards.
+    /// Waits neither for an operation that holds the machine, nor for a slow disk: it must be called
+    /// again then.
     fn reset(&self) -> Result<Reset, VmError> {
         let state = match self.state.try_lock() {
             Ok(state) => state,
@@ -364,7 +390,9 @@ impl Vm {
             VmState::Stopping => return Ok(Reset::Done),
             _ => {}
         }
-        self.stop_all();
+        if !self.try_stop_all() {
+            return Ok(Reset::Later);
+        }
         // Only now: the previous holder of the state lock saw that a reboot is due, and no vCPU
         // can request the same reboot once more.
         match self.exit.take() {

@@ -10,6 +10,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::VirtioDevice;
 use super::mmio::MmioTransport;
+use crate::ending::{Ended, join_until};
 use crate::exit::{ExitSignal, GuestExit};
 use crate::file::readable;
 use crate::seccomp::{Filters, ThreadKind};
@@ -25,6 +26,7 @@ enum Mode {
 /// A running device thread. Dropping it ends the thread.
 pub struct Worker {
     control: Arc<Control>,
+    exit: Arc<ExitSignal>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -56,6 +58,7 @@ impl Worker {
         };
         let state = State { mode: Mode::Running, parked: false };
         let control = Arc::new(Control { state: Mutex::new(state), changed: Condvar::new(), wake });
+        let failed = exit.clone();
         let (thread_control, filter) = (control.clone(), filters.for_thread(ThreadKind::Device));
         let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
             let result = filter.apply().map_err(|error| error.to_string()).and_then(|()| {
@@ -63,10 +66,10 @@ impl Worker {
             });
             thread_control.end();
             if let Err(error) = result {
-                exit.raise(GuestExit::Monitor { message: format!("device thread: {error}") });
+                failed.raise(GuestExit::Monitor { message: format!("device thread: {error}") });
             }
         })?;
-        Ok(Self { control, thread: Some(thread) })
+        Ok(Self { control, exit, thread: Some(thread) })
     }
 
     /// Stops the device's work. Returns when the thread has finished its current call or has ended.
@@ -75,6 +78,26 @@ impl Worker {
         let mut state = lock(&self.control.state);
         while !state.parked {
             state = self.control.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Like [`pause`](Self::pause) without waiting: whether the device has stopped its work.
+    pub fn try_pause(&self) -> bool {
+        self.set_mode(Mode::Paused);
+        lock(&self.control.state).parked
+    }
+
+    /// Tells the thread to end.
+    pub(crate) fn request_end(&self) {
+        self.set_mode(Mode::Stopping);
+    }
+
+    /// Ends the thread, or leaves it behind if it takes too long.
+    pub(crate) fn end(&mut self) -> Ended {
+        self.request_end();
+        match self.thread.take() {
+            Some(thread) => join_until(thread, self.exit.end_deadline()),
+            None => Ended::Yes,
         }
     }
 
@@ -114,11 +137,7 @@ impl Control {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.set_mode(Mode::Stopping);
-        if let Some(thread) = self.thread.take() {
-            // A panic was printed where it happened.
-            let _ = thread.join();
-        }
+        let _ = self.end();
     }
 }
 

@@ -16,6 +16,7 @@ use crate::api::merge::{
     MergeChange, MergeReplaced, MergeRun, MergeScope, MergeSettings, MergeState, MergeStatistics,
 };
 use crate::config::MergeConfig;
+use crate::ending::join_until;
 use crate::exit::{ExitSignal, GuestExit};
 use crate::seccomp::{Filters, ThreadKind};
 use crate::vm::lock;
@@ -28,6 +29,7 @@ pub(super) struct OwnerMerging {
     sharing: Sharing,
     /// Pauses the thread while the machine is paused.
     brake: Mutex<Option<Paused>>,
+    exit: Arc<ExitSignal>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -155,8 +157,8 @@ impl Drop for OwnerMerging {
         self.control.stop();
         self.resume();
         if let Some(thread) = self.thread.take() {
-            // A panic was printed where it happened.
-            let _ = thread.join();
+            // It keeps what it uses.
+            let _ = join_until(thread, self.exit.end_deadline());
         }
     }
 }
@@ -208,15 +210,16 @@ impl Prepared {
         // The first read of a clock locates the kernel's vDSO, with calls that the filter does not
         // allow.
         let _ = SystemClock.now();
-        let (filter, exit) = (filters.for_thread(ThreadKind::Merge), exit.clone());
+        let (filter, failed) = (filters.for_thread(ThreadKind::Merge), exit.clone());
         let thread = std::thread::Builder::new()
             .name("merge".to_owned())
             .spawn(move || match filter.apply() {
                 Ok(()) => worker.run(&SystemClock),
-                Err(error) => exit.raise(GuestExit::Monitor { message: error.to_string() }),
+                Err(error) => failed.raise(GuestExit::Monitor { message: error.to_string() }),
             })
             .map_err(|error| format!("the thread for merging cannot be started: {error}"))?;
-        Ok(OwnerMerging { ram: self.ram, control, sharing, brake, thread: Some(thread) })
+        let (ram, exit) = (self.ram, exit.clone());
+        Ok(OwnerMerging { ram, control, sharing, brake, exit, thread: Some(thread) })
     }
 }
 

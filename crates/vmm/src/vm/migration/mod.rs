@@ -26,7 +26,7 @@ use super::{Vm, VmError};
 use crate::api::control::{BEING_MOVED, ControlError, Document, Outcome, TimeLeft, Wait};
 use crate::api::migration::{MigrationPhase, MigrationReport, MigrationRequest, MigrationStatus};
 use crate::api::vm::{SnapshotReport, VmState};
-use crate::ending::{END_LIMIT, join_until};
+use crate::ending::join_until;
 use crate::exit::GuestExit;
 use crate::seccomp::{Filters, ThreadKind};
 
@@ -292,7 +292,7 @@ impl Drop for MigrationThread {
         self.vm.migrations.end();
         if let Some(thread) = self.thread.take() {
             // It holds the machine: what it uses stays.
-            let _ = join_until(thread, Instant::now() + END_LIMIT);
+            let _ = join_until(thread, self.vm.exit.end_deadline());
         }
     }
 }

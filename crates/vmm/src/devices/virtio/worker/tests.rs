@@ -43,13 +43,19 @@ impl VirtioDevice for Idle {
 }
 
 fn worker() -> (Worker, Arc<AtomicUsize>) {
+    let (worker, _, quiesced) = worker_and_device();
+    (worker, quiesced)
+}
+
+fn worker_and_device() -> (Worker, Arc<Mutex<MmioTransport<Idle>>>, Arc<AtomicUsize>) {
     let quiesced = Arc::new(AtomicUsize::new(0));
     let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
     let device = Idle { quiesced: quiesced.clone() };
     let transport =
         Arc::new(Mutex::new(MmioTransport::new(device, memory, Wires::new(1).unwrap())));
     let exit = Arc::new(ExitSignal::new().unwrap());
-    (Worker::spawn("test", transport, &Filters::new(Switch::Off).unwrap(), exit).unwrap(), quiesced)
+    let filters = Filters::new(Switch::Off).unwrap();
+    (Worker::spawn("test", transport.clone(), &filters, exit).unwrap(), transport, quiesced)
 }
 
 /// Fails instead of hanging.
@@ -82,5 +88,31 @@ fn work_is_finished_before_a_pause_returns() {
         assert_eq!(quiesced.load(Ordering::SeqCst), 1);
         worker.pause();
         assert_eq!(quiesced.load(Ordering::SeqCst), 1);
+    });
+}
+
+/// A thread in a slow call, or behind one: neither a reboot nor the end waits for it.
+#[test]
+fn a_stuck_device_is_left_behind_at_the_end() {
+    within_a_minute(|| {
+        let (mut worker, transport, quiesced) = worker_and_device();
+        let held = lock(&transport);
+        assert!(!worker.try_pause());
+        assert_eq!(worker.end(), Ended::No);
+        drop(worker);
+        assert_eq!(quiesced.load(Ordering::SeqCst), 0);
+        drop(held);
+    });
+}
+
+#[test]
+fn a_device_is_paused_without_waiting() {
+    within_a_minute(|| {
+        let (mut worker, quiesced) = worker();
+        while !worker.try_pause() {
+            std::thread::yield_now();
+        }
+        assert_eq!(quiesced.load(Ordering::SeqCst), 1);
+        assert_eq!(worker.end(), Ended::Yes);
     });
 }

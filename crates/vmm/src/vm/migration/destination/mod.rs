@@ -23,6 +23,7 @@ use super::MigrationThread;
 use super::description::Description;
 use super::source::greeting;
 use crate::api::ApiSocket;
+use crate::ending::join_until;
 use crate::exit::{ExitSignal, GuestExit};
 use crate::file::readable;
 use crate::isolation::{Isolation, KeptName, Sockets};
@@ -156,6 +157,7 @@ enum Next {
 struct Waiting {
     session: CancelHandle,
     cancel: Cancel,
+    exit: Arc<ExitSignal>,
     /// Signalled when a description has arrived or the thread has ended.
     event: EventFd,
     descriptions: Receiver<Box<Announced>>,
@@ -190,6 +192,7 @@ impl Waiting {
         };
         let (filter, exit, told) =
             (filters.for_thread(ThreadKind::Migrate), exit.clone(), problem.clone());
+        let ends = exit.clone();
         let thread = std::thread::Builder::new()
             .name("receive".to_owned())
             .spawn(move || {
@@ -207,6 +210,7 @@ impl Waiting {
         Ok(Self {
             session,
             cancel,
+            exit: ends,
             event,
             descriptions,
             answers: Some(answers),
@@ -257,8 +261,8 @@ impl Waiting {
     fn refuse(&mut self, error: &VmError) {
         let _ = self.answers.take().map(|answers| answers.send(Answer::Refused(error.to_string())));
         if let Some(thread) = self.thread.take() {
-            // A panic was printed where it happened.
-            let _ = thread.join();
+            // It keeps what it uses.
+            let _ = join_until(thread, self.exit.end_deadline());
         }
     }
 
@@ -270,8 +274,8 @@ impl Waiting {
             self.cancel.cancel();
         }
         if let Some(thread) = self.thread.take() {
-            // A panic was printed where it happened.
-            let _ = thread.join();
+            // It keeps what it uses.
+            let _ = join_until(thread, self.exit.end_deadline());
         }
         lock(&self.problem).take()
     }
