@@ -41,6 +41,7 @@ mod moved;
 mod place;
 mod reporting;
 mod saved;
+mod saving;
 mod setup;
 mod snapshot;
 mod statistics;
@@ -73,6 +74,7 @@ const TESTS: [&[Test]; 26] = [
     bad_input::TESTS,
     hostile::TESTS,
     snapshot::TESTS,
+    saving::TESTS,
     clock::TESTS,
     migration::TESTS,
     migration_refused::TESTS,

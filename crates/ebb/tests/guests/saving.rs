@@ -1,0 +1,217 @@
+//! Snapshots that are cut short, at any moment: no file is left, and a guest that goes on is whole.
+
+use std::fs;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command as Program, Stdio};
+use std::time::Duration;
+
+use ebb_agent::protocol::Command;
+use ebb_vmm::api::{ClientError, VmState};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::guest::{Guest, MIB};
+use crate::harness::{Scene, Test, eventually, when};
+use crate::saved::Restore;
+use crate::setup::Setup;
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("saving::a_client_hangs_up", 300, a_client_hangs_up),
+    Test::new("saving::sigterm_and_kill", 300, sigterm_and_kill),
+    Test::new("saving::sigkill_leaves_nothing", 400, sigkill_leaves_nothing),
+    Test::new("saving::during_reboots", 300, during_reboots),
+];
+
+/// Attempts to meet a snapshot while memory is copied.
+const ATTEMPTS: u32 = 20;
+
+/// A guest whose memory takes some tenths of a second to copy.
+fn large_guest(scene: &Scene) -> Guest {
+    let guest = Setup::new(scene).memory("size=1G").args(["--cpus", "2"]).start();
+    guest.run(Command::Hold { bytes: 600 * MIB, pattern: 51 });
+    guest
+}
+
+/// An empty directory for snapshots.
+fn directory(scene: &Scene) -> PathBuf {
+    let directory = scene.path("snapshots");
+    fs::create_dir(&directory).unwrap();
+    directory
+}
+
+fn names(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).unwrap();
+    entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect()
+}
+
+/// `ebb ctl SOCKET snapshot FILE` as a process; killed when dropped.
+struct Ctl(Child);
+
+impl Ctl {
+    fn start(scene: &Scene, guest: &Guest, file: &Path) -> Self {
+        let mut program = Program::new(&scene.world.ebb);
+        program.arg("ctl").arg(guest.socket()).arg("snapshot").arg(file);
+        Self(program.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap())
+    }
+
+    /// Waits until memory is copied; false if the snapshot was complete before that was seen.
+    fn wait_copying(&mut self, guest: &Guest) -> bool {
+        while self.0.try_wait().unwrap().is_none() {
+            if guest.vm().state == VmState::Saving {
+                return true;
+            }
+        }
+        false
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = Pid::from_raw(self.0.id().cast_signed()).unwrap();
+        kill_process(pid, signal).unwrap();
+    }
+
+    /// Waits for its end; returns whether it has succeeded, and its messages.
+    fn end(mut self) -> (bool, String) {
+        let mut said = String::new();
+        self.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        (self.0.wait().unwrap().success(), said)
+    }
+}
+
+impl Drop for Ctl {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A snapshot whose memory is being copied.
+fn copying(scene: &Scene, guest: &Guest, file: &Path) -> Ctl {
+    for _ in 0..ATTEMPTS {
+        let mut ctl = Ctl::start(scene, guest, file);
+        if ctl.wait_copying(guest) {
+            return ctl;
+        }
+        // Perhaps it was too fast to be seen.
+        let (done, said) = ctl.end();
+        assert!(done, "{said}");
+        fs::remove_file(file).unwrap();
+    }
+    panic!("memory is copied too fast for this test");
+}
+
+/// Makes a request that is refused while memory is copied.
+#[track_caller]
+fn refused_while_saving(guest: &Guest, target: &str) {
+    match guest.client().put::<Value>(target) {
+        Err(ClientError::Refused { status: 409, detail }) => {
+            assert!(detail.message.contains("snapshot") && detail.remedy.is_some(), "{detail:?}");
+        }
+        Ok(_) => assert_ne!(guest.vm().state, VmState::Saving, "{target}"),
+        other => panic!("{target}: {other:?}"),
+    }
+}
+
+fn a_client_hangs_up(scene: &Scene) {
+    let guest = large_guest(scene);
+    let snapshots = directory(scene);
+    let file = snapshots.join("vm.snapshot");
+    for (signal, was) in [
+        (Signal::INT, VmState::Running),
+        (Signal::KILL, VmState::Running),
+        (Signal::KILL, VmState::Paused),
+    ] {
+        if was == VmState::Paused {
+            guest.put("/vm/pause");
+        }
+        let ctl = copying(scene, &guest, &file);
+        // Without effect when the copy is done already.
+        let no_change = if was == VmState::Running { "/vm/resume" } else { "/vm/pause" };
+        for target in ["/vm/trim", no_change] {
+            refused_while_saving(&guest, target);
+        }
+        ctl.signal(signal);
+        let (done, said) = ctl.end();
+        assert!(!done, "{said}");
+        eventually("the machine is as before", 30, || {
+            let state = guest.vm().state;
+            when(state == was, || format!("{state:?}"))
+        });
+        assert_eq!(names(&snapshots), [""; 0]);
+        if was == VmState::Paused {
+            guest.put("/vm/resume");
+        }
+        assert_eq!(guest.wrong_pages(), 0);
+    }
+    eventually("the next snapshot is possible", 30, || guest.try_save(&file));
+    assert_eq!(names(&snapshots), ["vm.snapshot"]);
+    guest.end();
+    let guest = Restore::new(scene, &file).start();
+    assert_eq!(guest.wrong_pages(), 0);
+}
+
+fn sigterm_and_kill(scene: &Scene) {
+    let snapshots = directory(scene);
+    let file = snapshots.join("vm.snapshot");
+    for (how, code) in [("SIGTERM", 6), ("kill", 7)] {
+        let mut guest = large_guest(scene);
+        let ctl = copying(scene, &guest, &file);
+        match how {
+            "SIGTERM" => guest.signal(Signal::TERM),
+            _ => drop(guest.put("/vm/kill")),
+        }
+        let (found, log) = guest.wait_end();
+        assert_eq!(found, Some(code), "{log}");
+        assert_eq!(log.lines().count(), 1, "{log}");
+        let (done, said) = ctl.end();
+        assert!(!done, "{said}");
+        assert_eq!(names(&snapshots), [""; 0], "{how}");
+        assert!(!guest.socket().exists(), "the socket is left behind");
+    }
+}
+
+fn sigkill_leaves_nothing(scene: &Scene) {
+    let snapshots = directory(scene);
+    let file = snapshots.join("vm.snapshot");
+    let mut cut_short = 0;
+    for round in 0..6_u64 {
+        let mut guest = Setup::new(scene).memory("size=512M").start();
+        guest.run(Command::Hold { bytes: 300 * MIB, pattern: 52 });
+        let ctl = Ctl::start(scene, &guest, &file);
+        std::thread::sleep(Duration::from_millis(20 + 60 * round));
+        guest.signal(Signal::KILL);
+        let _ = guest.wait_end();
+        let (done, said) = ctl.end();
+        if done {
+            assert_eq!(names(&snapshots), ["vm.snapshot"], "{said}");
+            fs::remove_file(&file).unwrap();
+        } else {
+            cut_short += 1;
+            assert_eq!(names(&snapshots), [""; 0], "{said}");
+        }
+        // A killed monitor does not remove its socket.
+        let _ = fs::remove_file(guest.socket());
+    }
+    println!("    {cut_short} of 6 snapshots were cut short");
+    assert!(cut_short > 0);
+}
+
+fn during_reboots(scene: &Scene) {
+    let guest = Setup::new(scene).memory("size=256M").args(["--cpus", "2"]).start();
+    let file = scene.path("vm.snapshot");
+    for count in 2..5 {
+        guest.send(Command::Reboot);
+        // Before, during and after the reboot; a snapshot is refused at its very moment.
+        for _ in 0..20 {
+            if let Err(error) = guest.try_save(&file) {
+                assert!(error.contains("about to reboot"), "{error}");
+            }
+        }
+        guest.wait_ready(count);
+    }
+    guest.run(Command::Hold { bytes: 32 * MIB, pattern: 53 });
+    guest.save_and_end(&file);
+    let guest = Restore::new(scene, &file).start();
+    assert_eq!(guest.wrong_pages(), 0);
+}
