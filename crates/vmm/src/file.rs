@@ -124,7 +124,7 @@ mod tests {
             assert_eq!(asked.get(), patience + 1);
         }
         assert_eq!(write_back(&file, &|| false).unwrap(), Completion::Done);
-        let (pipe, _end) = std::io::pipe().unwrap();
+        let (pipe, _end) = io::pipe().unwrap();
         let pipe = File::from(std::os::fd::OwnedFd::from(pipe));
         assert!(write_back(&pipe, &|| false).is_err());
     }
