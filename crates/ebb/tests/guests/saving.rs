@@ -159,7 +159,7 @@ fn sigterm_and_kill(scene: &Scene) {
         let ctl = copying(scene, &guest, &file);
         match how {
             "SIGTERM" => guest.signal(Signal::TERM),
-            _ => drop(guest.put("/vm/kill")),
+            _ => guest.put("/vm/kill"),
         }
         let (found, log) = guest.wait_end();
         assert_eq!(found, Some(code), "{log}");
