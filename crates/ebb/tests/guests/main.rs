@@ -55,7 +55,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 26] = [
+const TESTS: [&[Test]; 27] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
