@@ -49,13 +49,22 @@ pub struct IsolationArgs {
     /// below /sys/fs/cgroup
     #[arg(long, value_name = CGROUP_FORM)]
     cgroup: Option<CgroupConfig>,
+    /// A directory below which clients of the API may name files that do not exist yet (snapshots);
+    /// otherwise they pass open files, as `ebb ctl` does. May be given several times
+    #[arg(long = "allow-dir", value_name = "PATH", requires = "api")]
+    allowed_directories: Vec<PathBuf>,
 }
 
 impl IsolationArgs {
     /// Converts the options for the monitor.
     pub fn into_config(self) -> IsolationConfig {
         let user = self.user.map_or(UserChoice::Dynamic, UserChoice::Named);
-        IsolationConfig { mode: self.isolate, user, cgroup: self.cgroup }
+        IsolationConfig {
+            mode: self.isolate,
+            user,
+            cgroup: self.cgroup,
+            allowed_directories: self.allowed_directories,
+        }
     }
 }
 

@@ -297,9 +297,20 @@ const BROKER: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
-/// Calls of the companion: requests, and names of sockets.
-const COMPANION: &[c_long] =
-    &[libc::SYS_newfstatat, libc::SYS_recvmsg, libc::SYS_sendmsg, libc::SYS_unlinkat];
+/// Calls of the companion: requests, names of sockets, files below its directories.
+const COMPANION: &[c_long] = &[
+    libc::SYS_fstat,
+    libc::SYS_fsync,
+    libc::SYS_linkat,
+    libc::SYS_newfstatat,
+    libc::SYS_openat,
+    libc::SYS_openat2,
+    libc::SYS_pread64,
+    libc::SYS_recvmsg,
+    libc::SYS_renameat,
+    libc::SYS_sendmsg,
+    libc::SYS_unlinkat,
+];
 
 type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
 

@@ -13,6 +13,7 @@ mod namespaces;
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 
 use ebb_local_io::SocketFile;
 use landlock::{ABI, Access as _, AccessFs, AccessNet, Ruleset, RulesetAttr as _, RulesetStatus};
@@ -25,11 +26,13 @@ use thiserror::Error;
 use crate::config::Switch;
 
 pub use cgroup::CgroupConfig;
+pub(crate) use companion::NewFile;
 pub use companion::{
     COMPANION_COMMAND, Companion, CompanionError, KeptName, serve as serve_companion,
 };
 pub use identity::UserChoice;
 
+use companion::AllowedDirectory;
 use identity::Identity;
 use namespaces::Namespaces;
 
@@ -42,6 +45,8 @@ pub struct IsolationConfig {
     pub user: UserChoice,
     /// The cgroup that it moves to.
     pub cgroup: Option<CgroupConfig>,
+    /// Directories below which API clients may name files.
+    pub allowed_directories: Vec<PathBuf>,
 }
 
 /// Whether the monitor gives up the rights of the user who started it.
@@ -88,6 +93,14 @@ pub enum IsolationError {
         source: io::Error,
         /// What to do.
         remedy: &'static str,
+    },
+    /// A directory cannot be used.
+    #[error("cannot use {} with --allow-dir: {source}; name an existing directory", path.display())]
+    Directory {
+        /// The directory.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
     },
     /// The companion process does not work.
     #[error(transparent)]
@@ -215,10 +228,18 @@ impl Isolation {
         };
         info.cgroup = config.cgroup.as_ref().map(|cgroup| cgroup.path.display().to_string());
         // Outside of the cgroup and the namespaces, in which it could not do its work.
+        let directories = config.allowed_directories.iter().map(|path| {
+            AllowedDirectory::open(path)
+                .map_err(|source| IsolationError::Directory { path: path.clone(), source })
+        });
+        let directories: Vec<_> = directories.collect::<Result<_, _>>()?;
         let companion = match sockets {
             Sockets::None => None,
             Sockets::Some => Some(Companion::start()?),
         };
+        if let Some(companion) = &companion {
+            directories.iter().try_for_each(|directory| companion.allow(directory))?;
+        }
         config.cgroup.iter().try_for_each(CgroupConfig::enter)?;
         let rights = ThreadRights::default();
         let mut isolation = Self { rights, namespaces: None, companion, info };
@@ -319,6 +340,11 @@ impl Isolation {
         // Also after a change of the user, which resets it to what the host prefers.
         rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
             .map_err(IsolationError::step("forbid core dumps"))
+    }
+
+    /// The companion, if there is one.
+    pub(crate) fn companion(&self) -> Option<&Companion> {
+        self.companion.as_ref()
     }
 
     /// What is in force.

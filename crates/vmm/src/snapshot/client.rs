@@ -1,18 +1,18 @@
 //! A client's half of a snapshot: it creates the file with its own rights, hands it to the monitor,
-//! and gives it its name when all of it is on the disk.
+//! and gives it its name when all of it is on the disk. A monitor's companion does the same for
+//! clients that pass no file.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io;
-use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags};
 use rustix::io::Errno;
 use thiserror::Error;
 
 use super::SnapshotError;
-use super::file::{MAGIC, open_to_read, read_some};
+use super::file::{MAGIC, read_some};
 use crate::api::{Client, ClientError, SnapshotReport, SnapshotTarget};
 
 /// No snapshot was taken.
@@ -42,11 +42,14 @@ pub fn take(client: &Client, path: &Path) -> Result<SnapshotReport, TakeError> {
 /// The file of a snapshot that is being written. Dropped before it is published, it is removed.
 #[derive(Debug)]
 pub struct NewSnapshot {
+    /// For messages.
     path: PathBuf,
+    directory: OwnedFd,
+    name: OsString,
     file: File,
     /// Its name until it is published. Usually it has none: nothing is left of it then, even if
     /// this process is killed.
-    temporary: Option<PathBuf>,
+    temporary: Option<OsString>,
 }
 
 impl NewSnapshot {
@@ -56,20 +59,32 @@ impl NewSnapshot {
     /// # Errors
     /// [`SnapshotError`] if the file cannot be created.
     pub fn create(path: &Path) -> Result<Self, SnapshotError> {
-        let (directory, name) = parts(path)?;
-        check_replaceable(path)?;
-        let created = match create_unnamed(directory) {
+        let (directory, _) = parts(path)?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = rustix::fs::open(directory, flags, Mode::empty()).map_err(|errno| {
+            SnapshotError::Create { path: path.to_owned(), source: errno.into() }
+        })?;
+        Self::create_in(directory, path)
+    }
+
+    /// As [`create`](Self::create), for a `path` whose directory is open.
+    ///
+    /// # Errors
+    /// [`SnapshotError`] if the file cannot be created.
+    pub fn create_in(directory: OwnedFd, path: &Path) -> Result<Self, SnapshotError> {
+        let (_, name) = parts(path)?;
+        check_replaceable(&directory, name, path)?;
+        let created = match create_unnamed(&directory) {
             // The file system has no files without a name, or the kernel does not know the flag.
             Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::NOENT | Errno::INVAL) => {
-                create_temporary(directory, name).map(|(file, name)| (file, Some(name)))
+                create_temporary(&directory, name).map(|(file, name)| (file, Some(name)))
             }
             unnamed => unnamed.map(|file| (file, None)),
         };
+        let (path, name) = (path.to_owned(), name.to_owned());
         match created {
-            Ok((file, temporary)) => Ok(Self { path: path.to_owned(), file, temporary }),
-            Err(errno) => {
-                Err(SnapshotError::Create { path: path.to_owned(), source: errno.into() })
-            }
+            Ok((file, temporary)) => Ok(Self { path, directory, name, file, temporary }),
+            Err(errno) => Err(SnapshotError::Create { path, source: errno.into() }),
         }
     }
 
@@ -84,48 +99,45 @@ impl NewSnapshot {
     /// [`SnapshotError`]; the file is removed then.
     pub fn publish(mut self) -> Result<(), SnapshotError> {
         let path = self.path.clone();
-        let (directory, name) = parts(&path)?;
-        check_replaceable(&path)?;
+        check_replaceable(&self.directory, &self.name, &path)?;
         let failed =
             |errno: Errno| SnapshotError::Name { path: path.clone(), source: errno.into() };
         if self.temporary.is_none() {
-            match self.link(&path) {
+            match self.link(&self.name) {
                 Ok(()) => {
-                    sync(directory);
+                    sync(&self.directory);
                     return Ok(());
                 }
                 // A snapshot to be replaced, which only a rename can do.
                 Err(Errno::EXIST) => {}
                 Err(errno) => return Err(failed(errno)),
             }
-            let temporary = directory.join(temporary_name(name).map_err(failed)?);
+            let temporary = temporary_name(&self.name).map_err(failed)?;
             self.link(&temporary).map_err(failed)?;
             self.temporary = Some(temporary);
         }
         if let Some(temporary) = &self.temporary {
-            rustix::fs::rename(temporary, &path).map_err(failed)?;
+            rustix::fs::renameat(&self.directory, temporary, &self.directory, &self.name)
+                .map_err(failed)?;
         }
         self.temporary = None;
-        sync(directory);
+        sync(&self.directory);
         Ok(())
     }
 
     /// Gives a file without a name one (open(2), `O_TMPFILE`).
-    fn link(&self, path: &Path) -> Result<(), Errno> {
+    fn link(&self, name: &OsStr) -> Result<(), Errno> {
         let open = format!("/proc/self/fd/{}", self.file.as_raw_fd());
-        rustix::fs::linkat(CWD, open, CWD, path, AtFlags::SYMLINK_FOLLOW)
+        rustix::fs::linkat(CWD, open, &self.directory, name, AtFlags::SYMLINK_FOLLOW)
     }
 }
 
 impl Drop for NewSnapshot {
     fn drop(&mut self) {
         if let Some(temporary) = &self.temporary
-            && let Err(error) = std::fs::remove_file(temporary)
+            && let Err(error) = rustix::fs::unlinkat(&self.directory, temporary, AtFlags::empty())
         {
-            tracing::warn!(
-                "cannot remove the unfinished snapshot {}: {error}",
-                temporary.display()
-            );
+            tracing::warn!("cannot remove the unfinished snapshot {temporary:?}: {error}");
         }
     }
 }
@@ -133,15 +145,15 @@ impl Drop for NewSnapshot {
 /// Guest memory is confidential.
 const MODE: Mode = Mode::RUSR.union(Mode::WUSR);
 
-fn create_unnamed(directory: &Path) -> Result<File, Errno> {
+fn create_unnamed(directory: &OwnedFd) -> Result<File, Errno> {
     let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::TMPFILE;
-    rustix::fs::open(directory, flags, MODE).map(File::from)
+    rustix::fs::openat(directory, ".", flags, MODE).map(File::from)
 }
 
-fn create_temporary(directory: &Path, name: &OsStr) -> Result<(File, PathBuf), Errno> {
-    let temporary = directory.join(temporary_name(name)?);
+fn create_temporary(directory: &OwnedFd, name: &OsStr) -> Result<(File, OsString), Errno> {
+    let temporary = temporary_name(name)?;
     let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::CREATE | OFlags::EXCL;
-    let file = rustix::fs::open(&temporary, flags, MODE)?;
+    let file = rustix::fs::openat(directory, &temporary, flags, MODE)?;
     Ok((file.into(), temporary))
 }
 
@@ -154,14 +166,21 @@ fn parts(path: &Path) -> Result<(&Path, &OsStr), SnapshotError> {
 }
 
 /// Refuses to replace a file that is not a snapshot.
-fn check_replaceable(path: &Path) -> Result<(), SnapshotError> {
-    let file = match open_to_read(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(source) => return Err(SnapshotError::Create { path: path.to_owned(), source }),
+fn check_replaceable(directory: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), SnapshotError> {
+    // A FIFO without a writer must not block.
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOFOLLOW;
+    let file = match rustix::fs::openat(directory, name, flags, Mode::empty()) {
+        Ok(file) => File::from(file),
+        Err(Errno::NOENT) => return Ok(()),
+        // A symbolic link.
+        Err(Errno::LOOP) => return Err(SnapshotError::Exists { path: path.to_owned() }),
+        Err(errno) => {
+            return Err(SnapshotError::Create { path: path.to_owned(), source: errno.into() });
+        }
     };
     let mut magic = [0; MAGIC.len()];
-    let is_snapshot = file.metadata().is_ok_and(|metadata| metadata.is_file())
+    let is_snapshot = rustix::fs::fstat(&file)
+        .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile)
         && read_some(&file, &mut magic).ok() == Some(MAGIC.len())
         && magic == *MAGIC;
     if is_snapshot { Ok(()) } else { Err(SnapshotError::Exists { path: path.to_owned() }) }
@@ -180,8 +199,8 @@ fn temporary_name(name: &OsStr) -> Result<OsString, Errno> {
 
 /// The file has its name. A file system that cannot sync a directory has made it as durable as it
 /// can.
-fn sync(directory: &Path) {
-    let _ = File::open(directory).and_then(|directory| directory.sync_all());
+fn sync(directory: &OwnedFd) {
+    let _ = rustix::fs::fsync(directory);
 }
 
 #[cfg(test)]
@@ -198,8 +217,10 @@ mod tests {
 
     fn temporary(path: &Path) -> NewSnapshot {
         let (directory, name) = parts(path).unwrap();
-        let (file, temporary) = create_temporary(directory, name).unwrap();
-        NewSnapshot { path: path.to_owned(), file, temporary: Some(temporary) }
+        let directory = OwnedFd::from(File::open(directory).unwrap());
+        let (file, temporary) = create_temporary(&directory, name).unwrap();
+        let (path, name) = (path.to_owned(), name.to_owned());
+        NewSnapshot { path, directory, name, file, temporary: Some(temporary) }
     }
 
     /// Both kinds of files are published, replace a snapshot but no other file, and leave nothing.

@@ -191,6 +191,7 @@ pub(super) fn build(
         started: Instant::now(),
         process_memory: ProcessMemory::open(),
         isolation: IsolationInfo::default(),
+        companion: None,
         trim_cursor: Mutex::new(0),
     };
     match origin {

@@ -182,7 +182,7 @@ impl Vm {
             VmState::Running | VmState::Paused => {}
             state => return Err(ControlError::not_running(state)),
         }
-        let save = Save::new(target, descriptors)?;
+        let save = Save::new(target, descriptors, self.companion.as_ref())?;
         self.migrations.ask_save(&save)?;
         Ok(save.outcome())
     }

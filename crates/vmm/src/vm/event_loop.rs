@@ -85,6 +85,7 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
     let Built { mut vm, input_read } = build(config, origin, &filters, &exit)?;
     isolation.complete(vm.needs())?;
     vm.isolation = isolation.info().clone();
+    vm.companion = isolation.companion().cloned();
     let vm = Arc::new(vm);
     let _api = api.map(|socket| start_api(socket, vm.clone(), &exit, &filters)).transpose()?;
     // Dropped before the API, which can then report the outcome of a migration.

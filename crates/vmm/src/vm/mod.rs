@@ -40,7 +40,7 @@ use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport};
 use crate::devices::virtio::worker::Worker;
 use crate::ending::Ended;
 use crate::exit::{ExitSignal, GuestExit};
-use crate::isolation::{IsolationError, IsolationInfo, Needs};
+use crate::isolation::{Companion, IsolationError, IsolationInfo, Needs};
 use crate::seccomp::SeccompError;
 use crate::snapshot::SnapshotError;
 use crate::snapshot::state::InterruptControllers;
@@ -222,6 +222,8 @@ pub struct Vm {
     process_memory: ProcessMemory,
     /// The isolation of the monitor, for the API.
     isolation: IsolationInfo,
+    /// Opens files that API clients name; `None` without an API.
+    companion: Option<Companion>,
     /// First page of the next trim.
     trim_cursor: Mutex<u64>,
     ram: Arc<GuestRam>,

@@ -12,6 +12,7 @@ use super::{Vm, VmError, lock};
 use crate::api::control::{ControlError, Document, Outcome, Wait};
 use crate::api::vm::{SnapshotReport, SnapshotTarget, VmState};
 use crate::file::{Completion, write_back};
+use crate::isolation::{Companion, CompanionError, IsolationError, NewFile};
 use crate::snapshot::file::{RAM_OFFSET_BYTES, Sizes, check_target, write_rest};
 use crate::snapshot::{MachineState, SnapshotError};
 
@@ -20,43 +21,51 @@ pub(super) struct Save {
     /// Name of the file, for messages and the report.
     path: PathBuf,
     file: File,
+    /// Gives the file its name, if the companion has created it and not the client.
+    unpublished: Mutex<Option<NewFile>>,
     cancelled: AtomicBool,
     answer: Mutex<Option<Result<SnapshotReport, ControlError>>>,
 }
 
 impl Save {
-    /// The snapshot that a client has requested with `descriptors`.
+    /// The snapshot that a client has requested with `descriptors`: one, or none if `companion` may
+    /// create the file.
     ///
     /// # Errors
-    /// Not exactly one descriptor came with the request.
+    /// [`ControlError::Invalid`] for another number of descriptors, or if the path is not allowed.
     pub(super) fn new(
         target: SnapshotTarget,
         descriptors: Vec<OwnedFd>,
+        companion: Option<&Companion>,
     ) -> Result<Arc<Self>, ControlError> {
-        let invalid = |message: &str| ControlError::Invalid {
+        let invalid = |message: String| ControlError::Invalid {
             field: "path",
-            message: message.to_owned(),
+            message,
             remedy: Some(
-                "`ebb ctl SOCKET snapshot FILE` opens the file and passes its descriptor"
+                "`ebb ctl SOCKET snapshot FILE` opens the file and passes its descriptor; \
+                 --allow-dir allows paths"
                     .to_owned(),
             ),
         };
         let mut descriptors = descriptors.into_iter();
-        let file = match (descriptors.next(), descriptors.next()) {
-            (Some(file), None) => file,
+        let (file, unpublished) = match (descriptors.next(), descriptors.next()) {
+            (Some(file), None) => (file, None),
             (Some(_), Some(_)) => {
-                return Err(invalid("more than one file descriptor came with the request"));
+                let message = "more than one file descriptor came with the request";
+                return Err(invalid(message.to_owned()));
             }
-            // A path that the monitor may open would be opened here.
             (None, _) => {
-                return Err(invalid(
-                    "no file descriptor came with the request, and the monitor opens no paths",
-                ));
+                let created = companion
+                    .ok_or(CompanionError::None)
+                    .and_then(|companion| companion.create(&target.path));
+                let (file, new) = created.map_err(|error| invalid(error.to_string()))?;
+                (file, Some(new))
             }
         };
         Ok(Arc::new(Self {
             path: target.path,
             file: file.into(),
+            unpublished: Mutex::new(unpublished),
             cancelled: AtomicBool::new(false),
             answer: Mutex::new(None),
         }))
@@ -145,6 +154,9 @@ impl Vm {
             Completion::Cancelled => return Err(Failure::Cancelled),
         }
         let sizes = Sizes::of(&save.file).map_err(failed)?;
+        if let Some(new) = lock(&save.unpublished).take() {
+            new.publish().map_err(IsolationError::from)?;
+        }
         Ok(SnapshotReport {
             path: save.path.to_string_lossy().into_owned(),
             file_bytes: sizes.file_bytes,

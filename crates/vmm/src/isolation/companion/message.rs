@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -27,10 +28,20 @@ pub(super) enum Request {
     /// Remove this name from the directory that comes with the message, when the monitor ends or
     /// asks for it, if it is still the same socket. Only before `Begin`.
     Keep { name: OsString, device: u64, inode: u64 },
+    /// Serve requests for files below `path`, the directory that comes with the message. Only before
+    /// `Begin`.
+    Allow { path: PathBuf },
     /// Give up what is not needed for other requests.
     Begin { seccomp: Switch },
     /// Remove a kept name now.
     Remove { index: u32 },
+    /// Create the file of a snapshot, which comes with the answer. The former one is removed unless
+    /// it was published.
+    Create { path: PathBuf },
+    /// Give that file, which is complete, its name.
+    Publish,
+    /// Remove it.
+    Discard,
 }
 
 /// The answer.

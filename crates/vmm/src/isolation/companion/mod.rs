@@ -9,13 +9,15 @@ mod message;
 mod serve;
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ebb_local_io::SocketFile;
+use rustix::fs::{Mode, OFlags};
 use rustix::net::sockopt::Timeout;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use thiserror::Error;
@@ -74,9 +76,58 @@ fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((ours, theirs))
 }
 
+/// A directory below which files may be created after the start.
+#[derive(Debug)]
+pub(super) struct AllowedDirectory {
+    path: PathBuf,
+    open: OwnedFd,
+}
+
+impl AllowedDirectory {
+    /// Opens the directory.
+    ///
+    /// # Errors
+    /// Those of openat(2).
+    pub(super) fn open(path: &Path) -> io::Result<Self> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let open = rustix::fs::open(path, flags, Mode::empty())?;
+        Ok(Self { path: std::path::absolute(path)?, open })
+    }
+}
+
+/// A file that the companion has created. Dropped before it is published, it is removed.
+#[derive(Debug)]
+pub(crate) struct NewFile {
+    companion: Companion,
+    is_published: bool,
+}
+
+impl NewFile {
+    /// Gives the file its name.
+    pub(crate) fn publish(mut self) -> Result<(), CompanionError> {
+        self.is_published = true;
+        self.companion.call(&Request::Publish, &[]).map(drop)
+    }
+}
+
+impl Drop for NewFile {
+    fn drop(&mut self) {
+        if self.is_published {
+            return;
+        }
+        if let Err(error) = self.companion.call(&Request::Discard, &[]) {
+            tracing::warn!("the companion removes an unfinished file when it ends: {error}");
+        }
+    }
+}
+
 impl Drop for KeptName {
     fn drop(&mut self) {
-        if let Err(error) = self.companion.call(&Request::Remove { index: self.index }, &[]) {
+        // While it works for another thread, perhaps on a slow disk, the end of the machine does
+        // not wait: it removes the name when its socket is closed.
+        let Ok(socket) = self.companion.0.socket.try_lock() else { return };
+        let removed = Companion::call_on(socket, &Request::Remove { index: self.index }, &[]);
+        if let Err(error) = removed {
             tracing::debug!("the companion removes the socket when it ends: {error}");
         }
     }
@@ -116,6 +167,22 @@ impl Companion {
         Ok(KeptName { companion: self.clone(), index })
     }
 
+    /// Lets the companion create files below a directory. Only before [`begin`](Self::begin).
+    pub(super) fn allow(&self, directory: &AllowedDirectory) -> Result<(), CompanionError> {
+        let request = Request::Allow { path: directory.path.clone() };
+        self.call(&request, &[directory.open.as_fd()]).map(drop)
+    }
+
+    /// Creates the file of a snapshot below an allowed directory. It gets its name when it is
+    /// [published](NewFile::publish).
+    pub(crate) fn create(&self, path: &Path) -> Result<(OwnedFd, NewFile), CompanionError> {
+        let (_, descriptors) = self.call(&Request::Create { path: path.to_owned() }, &[])?;
+        let file = descriptors.into_iter().next().ok_or_else(|| {
+            CompanionError::Gone(io::Error::new(io::ErrorKind::InvalidData, "no file came"))
+        })?;
+        Ok((file, NewFile { companion: self.clone(), is_published: false }))
+    }
+
     /// Makes the companion give up the rights that it does not need.
     pub(crate) fn begin(&self, seccomp: Switch) -> Result<(), CompanionError> {
         self.call(&Request::Begin { seccomp }, &[]).map(drop)
@@ -124,9 +191,17 @@ impl Companion {
     fn call(
         &self,
         request: &Request,
-        descriptors: &[std::os::fd::BorrowedFd<'_>],
+        descriptors: &[BorrowedFd<'_>],
     ) -> Result<(Reply, Vec<OwnedFd>), CompanionError> {
-        let mut socket = self.0.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        let socket = self.0.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        Self::call_on(socket, request, descriptors)
+    }
+
+    fn call_on(
+        mut socket: MutexGuard<'_, Option<OwnedFd>>,
+        request: &Request,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<(Reply, Vec<OwnedFd>), CompanionError> {
         let ended = || io::Error::from(io::ErrorKind::BrokenPipe);
         let open = socket.as_ref().ok_or_else(|| CompanionError::Gone(ended()))?;
         let answer = message::send(open, request, descriptors)

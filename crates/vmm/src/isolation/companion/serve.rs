@@ -2,12 +2,20 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
 
 use ebb_local_io::SocketEntry;
+use landlock::{
+    ABI, Access as _, AccessFs, AccessNet, PathBeneath, Ruleset, RulesetAttr as _,
+    RulesetCreatedAttr as _, RulesetError,
+};
+use rustix::fs::{Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
 
 use super::message::{self, Reply, Request};
 use crate::config::Switch;
 use crate::seccomp::{Filters, ThreadKind};
+use crate::snapshot::client::NewSnapshot;
 use crate::vm::Signals;
 
 /// Most names that a companion keeps.
@@ -19,6 +27,10 @@ struct Server {
     /// Whether `Begin` has come.
     has_begun: bool,
     names: Vec<Option<SocketEntry>>,
+    /// Directories below which files are created.
+    allowed: Vec<(PathBuf, OwnedFd)>,
+    /// A snapshot that is being written.
+    snapshot: Option<NewSnapshot>,
 }
 
 /// Serves the monitor on standard input until it ends.
@@ -37,11 +49,12 @@ pub(super) fn serve_on(socket: &OwnedFd) -> io::Result<()> {
     let served = loop {
         match message::receive::<Request>(socket) {
             Ok(Some((request, descriptors))) => {
-                let reply = server
-                    .answer(request, descriptors)
-                    .unwrap_or_else(|problem| Reply { error: Some(problem), ..Reply::default() });
+                let (reply, file) = server.answer(request, descriptors).unwrap_or_else(|error| {
+                    (Reply { error: Some(error), ..Reply::default() }, None)
+                });
+                let files: Vec<_> = file.iter().map(AsFd::as_fd).collect();
                 // Without a reader, the next read finds the end.
-                let _ = message::send(socket, &reply, &[]);
+                let _ = message::send(socket, &reply, &files);
             }
             Ok(None) => break Ok(()),
             Err(error) => break Err(error),
@@ -52,37 +65,128 @@ pub(super) fn serve_on(socket: &OwnedFd) -> io::Result<()> {
 }
 
 impl Server {
-    fn answer(&mut self, request: Request, descriptors: Vec<OwnedFd>) -> Result<Reply, String> {
+    /// The answer, and a file that comes with it.
+    fn answer(
+        &mut self,
+        request: Request,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<(Reply, Option<OwnedFd>), String> {
+        let done = Ok((Reply::default(), None));
         match request {
-            Request::Keep { .. } | Request::Begin { .. } if self.has_begun => {
+            Request::Keep { .. } | Request::Allow { .. } | Request::Begin { .. }
+                if self.has_begun =>
+            {
                 Err("the machine has started".to_owned())
             }
             Request::Keep { name, device, inode } => {
-                let [directory] = <[OwnedFd; 1]>::try_from(descriptors)
-                    .map_err(|_| "the name's directory is missing".to_owned())?;
+                let directory = only(descriptors)?;
                 if self.names.len() == MAX_NAMES {
                     return Err("too many names".to_owned());
                 }
                 let index = self.names.len() as u32;
                 self.names.push(Some(SocketEntry { directory, name, device, inode }));
-                Ok(Reply { index, ..Reply::default() })
+                Ok((Reply { index, ..Reply::default() }, None))
+            }
+            Request::Allow { path } => {
+                self.allowed.push((path, only(descriptors)?));
+                done
             }
             Request::Begin { seccomp } => {
                 self.has_begun = true;
-                restrict(seccomp).map_err(|error| error.to_string())?;
-                Ok(Reply::default())
+                self.restrict(seccomp).map_err(|error| error.to_string())?;
+                done
             }
             Request::Remove { index } => {
                 let name = self.names.get_mut(index as usize).and_then(Option::take);
                 name.ok_or("there is no such name")?.remove();
-                Ok(Reply::default())
+                done
+            }
+            Request::Create { path } => {
+                self.snapshot = None;
+                let new = self.create(&path)?;
+                let file = new.file().try_clone().map_err(|error| error.to_string())?;
+                self.snapshot = Some(new);
+                Ok((Reply::default(), Some(file.into())))
+            }
+            Request::Publish => {
+                let new = self.snapshot.take().ok_or("there is no file to publish")?;
+                new.publish().map_err(|error| error.to_string())?;
+                done
+            }
+            Request::Discard => {
+                self.snapshot = None;
+                done
             }
         }
     }
+
+    /// Creates the file of a snapshot below one of the allowed directories.
+    fn create(&self, path: &Path) -> Result<NewSnapshot, String> {
+        let below =
+            self.allowed.iter().find_map(|(top, open)| Some((open, path.strip_prefix(top).ok()?)));
+        let below = below.filter(|(_, inside)| inside.file_name().is_some());
+        let (top, inside) = below.ok_or_else(|| self.not_allowed(path))?;
+        let parent = inside.parent().filter(|parent| !parent.as_os_str().is_empty());
+        // The kernel refuses whatever leads out of the directory: `..` and links.
+        let directory = rustix::fs::openat2(
+            top,
+            parent.unwrap_or(Path::new(".")),
+            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+            ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS,
+        );
+        let directory = directory.map_err(|errno| match errno {
+            Errno::XDEV => self.not_allowed(path),
+            errno => format!("cannot open the directory of {path:?}: {errno}"),
+        })?;
+        NewSnapshot::create_in(directory, path).map_err(|error| error.to_string())
+    }
+
+    fn not_allowed(&self, path: &Path) -> String {
+        let tops: Vec<_> = self.allowed.iter().map(|(top, _)| format!("{top:?}")).collect();
+        if tops.is_empty() {
+            return "no file descriptor came with the request, and the monitor opens no paths"
+                .to_owned();
+        }
+        format!("{path:?} is not below {} (--allow-dir)", tops.join(" or "))
+    }
+
+    /// Gives up capabilities, system calls, and all files but those of the directories. The user
+    /// stays: the names belong to it.
+    fn restrict(&self, seccomp: Switch) -> io::Result<()> {
+        rustix::thread::set_no_new_privs(true)?;
+        self.restrict_paths().map_err(io::Error::other)?;
+        let filters = Filters::new(seccomp).map_err(io::Error::other)?;
+        filters.for_thread(ThreadKind::Companion).apply().map_err(io::Error::other)
+    }
+
+    /// Restricts the process to its directories, where the kernel has Landlock.
+    fn restrict_paths(&self) -> Result<(), RulesetError> {
+        let names = self.names.iter().flatten().map(|name| &name.directory);
+        let names = names.map(|directory| (directory, AccessFs::RemoveFile.into()));
+        let writes = AccessFs::ReadFile
+            | AccessFs::ReadDir
+            | AccessFs::WriteFile
+            | AccessFs::Truncate
+            | AccessFs::MakeReg
+            | AccessFs::RemoveFile
+            | AccessFs::Refer;
+        let files = self.allowed.iter().map(|(_, directory)| (directory, writes));
+        let rules = names
+            .chain(files)
+            .map(|(directory, access)| Ok(PathBeneath::new(directory, access)))
+            .collect::<Vec<Result<_, RulesetError>>>();
+        let ruleset = Ruleset::default()
+            .handle_access(AccessFs::from_all(ABI::V5))?
+            .handle_access(AccessNet::from_all(ABI::V5))?
+            .create()?
+            .add_rules(rules)?;
+        ruleset.restrict_self().map(drop)
+    }
 }
 
-/// Gives up capabilities and system calls. The user stays: the names belong to it.
-fn restrict(seccomp: Switch) -> io::Result<()> {
-    let filters = Filters::new(seccomp).map_err(io::Error::other)?;
-    filters.for_thread(ThreadKind::Companion).apply().map_err(io::Error::other)
+fn only(descriptors: Vec<OwnedFd>) -> Result<OwnedFd, String> {
+    let [directory] =
+        <[OwnedFd; 1]>::try_from(descriptors).map_err(|_| "a directory is missing".to_owned())?;
+    Ok(directory)
 }

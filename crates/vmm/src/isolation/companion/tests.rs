@@ -15,7 +15,7 @@ fn sockets_are_removed_on_request_and_at_the_end() {
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name);
     let listen = |name: &str| {
-        SocketFile::listen(&path(name), rustix::fs::Mode::RUSR, 1).map(|(file, _)| file).unwrap()
+        SocketFile::listen(&path(name), Mode::RUSR, 1).map(|(file, _)| file).unwrap()
     };
     let (companion, thread) = companion();
     let (early, late) =
@@ -42,10 +42,70 @@ fn nothing_is_kept_after_the_start() {
     let path = directory.path().join("socket");
     let (companion, _thread) = companion();
     companion.begin(Switch::Off).unwrap();
-    let (file, _socket) = SocketFile::listen(&path, rustix::fs::Mode::RUSR, 1).unwrap();
+    let (file, _socket) = SocketFile::listen(&path, Mode::RUSR, 1).unwrap();
     let error = companion.keep(file).unwrap_err();
     assert!(matches!(error, CompanionError::Refused(_)), "{error}");
     assert!(companion.begin(Switch::Off).is_err());
+}
+
+#[test]
+fn files_are_created_below_allowed_directories_only() {
+    use std::io::Write as _;
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    for name in ["yes", "yes/inner", "no"] {
+        std::fs::create_dir(path(name)).unwrap();
+    }
+    std::os::unix::fs::symlink(path("no"), path("yes/link")).unwrap();
+    std::os::unix::fs::symlink("inner", path("yes/short")).unwrap();
+    let (companion, thread) = companion();
+    companion.allow(&AllowedDirectory::open(&path("yes")).unwrap()).unwrap();
+    companion.begin(Switch::On).unwrap();
+    let count = || std::fs::read_dir(path("no")).unwrap().count();
+    for (name, words) in [
+        ("no/a", "is not below"),
+        ("yes/../no/a", "is not below"),
+        ("yes/link/a", "is not below"),
+        ("yes/missing/a", "No such file"),
+        ("yes", "is not below"),
+        ("yes/..", "is not below"),
+    ] {
+        let error = companion.create(&path(name)).unwrap_err();
+        assert!(matches!(error, CompanionError::Refused(_)), "{name}: {error}");
+        assert!(error.to_string().contains(words), "{name}: {error}");
+    }
+    assert_eq!(count(), 0);
+    for name in ["yes/a", "yes/inner/a", "yes/short/b"] {
+        for published in [false, true, true] {
+            let (file, new) = companion.create(&path(name)).unwrap();
+            std::fs::File::from(file).write_all(b"EBB-VM\r\n").unwrap();
+            if published {
+                new.publish().unwrap();
+            }
+        }
+        assert_eq!(std::fs::read(path(name)).unwrap(), b"EBB-VM\r\n");
+    }
+    // Killed in the middle, the monitor leaves nothing.
+    let (_file, new) = companion.create(&path("yes/c")).unwrap();
+    companion.0.socket.lock().unwrap().take();
+    thread.join().unwrap().unwrap();
+    drop(new);
+    assert_eq!(std::fs::read_dir(path("yes")).unwrap().count(), 4);
+}
+
+#[test]
+fn a_directory_that_was_removed_is_an_error_and_no_harm() {
+    let directory = tempfile::tempdir().unwrap();
+    let top = directory.path().join("top");
+    std::fs::create_dir(&top).unwrap();
+    let (companion, _thread) = companion();
+    companion.allow(&AllowedDirectory::open(&top).unwrap()).unwrap();
+    companion.begin(Switch::On).unwrap();
+    std::fs::remove_dir(&top).unwrap();
+    for _ in 0..2 {
+        let error = companion.create(&top.join("a")).unwrap_err();
+        assert!(matches!(error, CompanionError::Refused(_)), "{error}");
+    }
 }
 
 #[test]

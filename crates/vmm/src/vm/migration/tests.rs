@@ -89,7 +89,7 @@ fn the_end_of_the_monitor_cancels_and_ends_the_thread() {
 
 fn save() -> Arc<Save> {
     let file = tempfile::tempfile().unwrap();
-    Save::new(SnapshotTarget { path: "/x".into() }, vec![file.into()]).unwrap()
+    Save::new(SnapshotTarget { path: "/x".into() }, vec![file.into()], None).unwrap()
 }
 
 fn answer(outcome: Outcome) -> Option<Result<Document, ControlError>> {
@@ -151,7 +151,7 @@ fn a_client_that_hangs_up_and_the_end_of_the_monitor_cancel_a_snapshot() {
 fn a_snapshot_needs_exactly_one_descriptor() {
     for count in [0, 2, 3] {
         let files = (0..count).map(|_| tempfile::tempfile().unwrap().into()).collect();
-        let error = Save::new(SnapshotTarget { path: "/x".into() }, files).err().unwrap();
+        let error = Save::new(SnapshotTarget { path: "/x".into() }, files, None).err().unwrap();
         assert!(matches!(error, ControlError::Invalid { field: "path", .. }), "{error}");
         assert!(error.to_string().contains("file descriptor"), "{error}");
     }

@@ -98,6 +98,7 @@ pub fn receive(
     let on_reboot = vm.config.on_reboot;
     isolation.complete(vm.needs())?;
     vm.isolation = isolation.info().clone();
+    vm.companion = isolation.companion().cloned();
     let vm = Arc::new(vm);
     pending.arrive(&vm);
     let _migrations =
