@@ -193,8 +193,8 @@ const API: &[c_long] = &[
 const DEVICE: &[c_long] =
     &[libc::SYS_fdatasync, libc::SYS_fsync, libc::SYS_lseek, libc::SYS_pread64, libc::SYS_pwrite64];
 
-/// Calls of the main thread at the end and when the guest reboots: reload the images, remove the
-/// socket.
+/// Calls of the main thread at the end and when the guest reboots: reload the images, have the
+/// companion remove the socket's name.
 const MAIN: &[c_long] = &[
     libc::SYS_flock,
     libc::SYS_fstat,
@@ -205,7 +205,9 @@ const MAIN: &[c_long] = &[
     libc::SYS_pread64,
     libc::SYS_pwrite64,
     libc::SYS_readv,
+    libc::SYS_recvmsg,
     libc::SYS_rt_sigaction,
+    libc::SYS_sendmsg,
     libc::SYS_shutdown,
     libc::SYS_statx,
     libc::SYS_unlink,

@@ -166,3 +166,22 @@ fn no_capability_is_left() {
     let left = left.join().unwrap();
     assert!(left.effective.is_empty() && left.permitted.is_empty() && left.inheritable.is_empty());
 }
+
+/// Asks over a connected socket, as the main thread asks the companion.
+fn ask(socket: &std::os::fd::OwnedFd) {
+    use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags};
+    let (sent, mut byte) = ([std::io::IoSlice::new(b"x")], [0]);
+    let mut received = [std::io::IoSliceMut::new(&mut byte)];
+    let (mut none, mut nothing) = (SendAncillaryBuffer::default(), RecvAncillaryBuffer::default());
+    let _ = rustix::net::sendmsg(socket, &sent, &mut none, SendFlags::NOSIGNAL);
+    let _ = rustix::net::recvmsg(socket, &mut received, &mut nothing, RecvFlags::DONTWAIT);
+}
+
+#[test]
+fn threads_that_remove_names_of_sockets_may_ask_the_companion() {
+    let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+    let socket = std::os::fd::OwnedFd::from(socket);
+    for kind in [ThreadKind::Main, ThreadKind::Api, ThreadKind::Migrate, ThreadKind::Companion] {
+        assert_eq!(in_child(kind, || ask(&socket)), 0, "{kind:?}");
+    }
+}

@@ -13,10 +13,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use ebb_local_io::SocketFile;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::net::sockopt::Timeout;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
@@ -33,6 +34,10 @@ pub const COMPANION_COMMAND: &str = "companion";
 
 /// How long the monitor waits for an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The same at its end, which a companion that is stopped must not delay: it removes the names when
+/// it continues.
+const LAST_PATIENCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
 
 /// Why the companion could not help.
 #[derive(Debug, Error)]
@@ -123,11 +128,7 @@ impl Drop for NewFile {
 
 impl Drop for KeptName {
     fn drop(&mut self) {
-        // While it works for another thread, perhaps on a slow disk, the end of the machine does
-        // not wait: it removes the name when its socket is closed.
-        let Ok(socket) = self.companion.0.socket.try_lock() else { return };
-        let removed = Companion::call_on(socket, &Request::Remove { index: self.index }, &[]);
-        if let Err(error) = removed {
+        if let Err(error) = self.companion.remove(self.index) {
             tracing::debug!("the companion removes the socket when it ends: {error}");
         }
     }
@@ -188,24 +189,39 @@ impl Companion {
         self.call(&Request::Begin { seccomp }, &[]).map(drop)
     }
 
+    /// Asks for the removal of a name. At the end of a machine this must not wait: while the
+    /// companion works for another thread, perhaps on a slow disk, it is left to the end of the
+    /// connection.
+    fn remove(&self, index: u32) -> Result<(), CompanionError> {
+        let Ok(mut socket) = self.0.socket.try_lock() else { return Ok(()) };
+        let request = Request::Remove { index };
+        Self::exchange(&mut socket, &request, &[], Some(&LAST_PATIENCE)).map(drop)
+    }
+
     fn call(
         &self,
         request: &Request,
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<(Reply, Vec<OwnedFd>), CompanionError> {
-        let socket = self.0.socket.lock().unwrap_or_else(PoisonError::into_inner);
-        Self::call_on(socket, request, descriptors)
+        let mut socket = self.0.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        Self::exchange(&mut socket, request, descriptors, None)
     }
 
-    fn call_on(
-        mut socket: MutexGuard<'_, Option<OwnedFd>>,
+    /// Waits for the answer until `patience` is over, or [`PATIENCE`].
+    fn exchange(
+        socket: &mut Option<OwnedFd>,
         request: &Request,
         descriptors: &[BorrowedFd<'_>],
+        patience: Option<&Timespec>,
     ) -> Result<(Reply, Vec<OwnedFd>), CompanionError> {
         let ended = || io::Error::from(io::ErrorKind::BrokenPipe);
         let open = socket.as_ref().ok_or_else(|| CompanionError::Gone(ended()))?;
-        let answer = message::send(open, request, descriptors)
-            .and_then(|()| message::receive::<Reply>(open)?.ok_or_else(ended));
+        let answer = message::send(open, request, descriptors).and_then(|()| match patience {
+            Some(_) if poll(&mut [PollFd::new(open, PollFlags::IN)], patience)? == 0 => {
+                Err(io::ErrorKind::TimedOut.into())
+            }
+            _ => message::receive::<Reply>(open)?.ok_or_else(ended),
+        });
         match answer {
             Ok((Reply { error: Some(problem), .. }, _)) => Err(CompanionError::Refused(problem)),
             Ok(answer) => Ok(answer),

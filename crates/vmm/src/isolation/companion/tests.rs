@@ -14,9 +14,8 @@ fn companion() -> (Companion, JoinHandle<io::Result<()>>) {
 fn sockets_are_removed_on_request_and_at_the_end() {
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name);
-    let listen = |name: &str| {
-        SocketFile::listen(&path(name), Mode::RUSR, 1).map(|(file, _)| file).unwrap()
-    };
+    let listen =
+        |name: &str| SocketFile::listen(&path(name), Mode::RUSR, 1).map(|(file, _)| file).unwrap();
     let (companion, thread) = companion();
     let (early, late) =
         (companion.keep(listen("early")).unwrap(), companion.keep(listen("late")).unwrap());
@@ -118,4 +117,18 @@ fn a_monitor_that_speaks_nonsense_loses_its_companion() {
         drop(ours);
         assert!(thread.join().unwrap().is_err(), "{nonsense:?}");
     }
+}
+
+#[test]
+fn the_end_does_not_wait_for_a_companion_that_is_stopped() {
+    let (ours, theirs) = pair().unwrap();
+    let name = KeptName { companion: Companion::over(ours), index: 0 };
+    let (done, wait) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        drop(name);
+        done.send(())
+    });
+    // Less than the patience at the start.
+    wait.recv_timeout(PATIENCE / 2).unwrap();
+    drop(theirs);
 }

@@ -13,6 +13,8 @@ use crate::devices::virtio::mmio::Wires;
 /// Counts its quiesce calls.
 struct Idle {
     quiesced: Arc<AtomicUsize>,
+    /// Taken by each.
+    gate: Arc<Mutex<()>>,
 }
 
 impl VirtioDevice for Idle {
@@ -35,6 +37,7 @@ impl VirtioDevice for Idle {
     }
     fn quiesce(&mut self) {
         self.quiesced.fetch_add(1, Ordering::SeqCst);
+        drop(lock(&self.gate));
     }
     fn reset(&mut self) {}
     fn queue_states(&self) -> Vec<QueueState> {
@@ -43,19 +46,18 @@ impl VirtioDevice for Idle {
 }
 
 fn worker() -> (Worker, Arc<AtomicUsize>) {
-    let (worker, _, quiesced) = worker_and_device();
-    (worker, quiesced)
+    worker_with(Arc::default())
 }
 
-fn worker_and_device() -> (Worker, Arc<Mutex<MmioTransport<Idle>>>, Arc<AtomicUsize>) {
+fn worker_with(gate: Arc<Mutex<()>>) -> (Worker, Arc<AtomicUsize>) {
     let quiesced = Arc::new(AtomicUsize::new(0));
     let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
-    let device = Idle { quiesced: quiesced.clone() };
+    let device = Idle { quiesced: quiesced.clone(), gate };
     let transport =
         Arc::new(Mutex::new(MmioTransport::new(device, memory, Wires::new(1).unwrap())));
     let exit = Arc::new(ExitSignal::new().unwrap());
     let filters = Filters::new(Switch::Off).unwrap();
-    (Worker::spawn("test", transport.clone(), &filters, exit).unwrap(), transport, quiesced)
+    (Worker::spawn("test", transport, &filters, exit).unwrap(), quiesced)
 }
 
 /// Fails instead of hanging.
@@ -95,12 +97,16 @@ fn work_is_finished_before_a_pause_returns() {
 #[test]
 fn a_stuck_device_is_left_behind_at_the_end() {
     within_a_minute(|| {
-        let (mut worker, transport, quiesced) = worker_and_device();
-        let held = lock(&transport);
+        let gate = Arc::new(Mutex::new(()));
+        let held = lock(&gate);
+        let (mut worker, quiesced) = worker_with(gate.clone());
+        assert!(!worker.try_pause());
+        while quiesced.load(Ordering::SeqCst) == 0 {
+            std::thread::yield_now();
+        }
         assert!(!worker.try_pause());
         assert_eq!(worker.end(), Ended::No);
         drop(worker);
-        assert_eq!(quiesced.load(Ordering::SeqCst), 0);
         drop(held);
     });
 }
