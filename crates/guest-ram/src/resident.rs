@@ -130,13 +130,10 @@ impl Meter {
             .iter()
             .map(|mapping| (mapping.address() as u64, mapping.size_bytes() as u64))
             .collect();
-        let accounted = self.accounting.as_ref().and_then(|(accounting, file)| {
-            let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
-            let mut text = String::new();
-            file.rewind().ok()?;
-            file.read_to_string(&mut text).ok()?;
-            accounting.residency_in(&text, &ranges)
-        });
+        let accounted = self
+            .accounting
+            .as_ref()
+            .and_then(|(accounting, file)| accounting.residency_in(&read_text(file)?, &ranges));
         match accounted {
             Some(mut accounted) => {
                 let merged_bytes = self
@@ -157,6 +154,16 @@ impl Meter {
     }
 }
 
+/// Reads a file of /proc from its beginning: through `take`, which does not ask for the file's size
+/// as [`File`] does, by a statx(2) that filters of a monitor's threads refuse.
+fn read_text(file: &Mutex<File>) -> Option<String> {
+    let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut text = String::new();
+    file.rewind().ok()?;
+    (&mut *file).take(u64::MAX).read_to_string(&mut text).ok()?;
+    Some(text)
+}
+
 /// Source of the number of pages merged by the kernel.
 #[derive(Debug)]
 struct KernelMerged {
@@ -168,13 +175,7 @@ impl KernelMerged {
     /// Bytes of merged pages in `ranges` (address, size in bytes), or, with older kernels, in the
     /// process.
     fn bytes_in(&self, ranges: &[(u64, u64)]) -> u64 {
-        let read = |file: &Option<Mutex<File>>| {
-            let mut file = file.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner);
-            let mut text = String::new();
-            file.rewind().ok()?;
-            file.read_to_string(&mut text).ok()?;
-            Some(text)
-        };
+        let read = |file: &Option<Mutex<File>>| read_text(file.as_ref()?);
         let in_ranges = || ksm_bytes(&read(&self.smaps)?, ranges);
         let of_process =
             || Some(read(&self.of_process)?.trim().parse::<u64>().ok()? * PAGE_SIZE_BYTES);

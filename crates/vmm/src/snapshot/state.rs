@@ -99,7 +99,8 @@ impl MachineState {
             _ => None,
         });
         for (disk, saved) in disks.iter().zip(saved) {
-            let Some(found) = disk.path.metadata().ok().and_then(|data| modified_unix_ns(&data))
+            let Some(found) =
+                rustix::fs::stat(&disk.path).ok().and_then(|stat| modified_unix_ns(&stat))
             else {
                 continue;
             };

@@ -1,14 +1,14 @@
 //! Block device over a raw file (virtio 1.3 section 5.2).
 
-use std::fs::{File, Metadata};
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ebb_guest_ram::{GuestMemory, WriteLogSlice};
-use rustix::fs::{Advice, FlockOperation};
+use rustix::fs::{Advice, FileType, FlockOperation, Stat};
 use thiserror::Error;
 use virtio_bindings::virtio_blk as blk;
 use virtio_queue::{DescriptorChain, Queue, QueueState, QueueT, Reader, Writer};
@@ -258,12 +258,12 @@ impl Block {
 
 /// Time of the last write to an image that is a regular file, in nanoseconds since 1970. Block
 /// devices have none.
-pub fn modified_unix_ns(metadata: &Metadata) -> Option<u64> {
-    if !metadata.is_file() {
+pub fn modified_unix_ns(stat: &Stat) -> Option<u64> {
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
         return None;
     }
-    let seconds = u64::try_from(metadata.mtime()).ok()?;
-    seconds.checked_mul(1_000_000_000)?.checked_add(u64::try_from(metadata.mtime_nsec()).ok()?)
+    let seconds = u64::try_from(stat.st_mtime).ok()?;
+    seconds.checked_mul(1_000_000_000)?.checked_add(stat.st_mtime_nsec)
 }
 
 /// Locks an image, so that no two machines write to it, and none writes while another reads.
@@ -272,8 +272,8 @@ fn lock(file: &File, path: &Path, readonly: Switch) -> Result<(), DiskError> {
         Switch::On => FlockOperation::NonBlockingLockShared,
         Switch::Off => FlockOperation::NonBlockingLockExclusive,
     };
-    let is_block_device =
-        file.metadata().is_ok_and(|metadata| metadata.file_type().is_block_device());
+    let is_block_device = rustix::fs::fstat(file)
+        .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice);
     let patience = if is_block_device { LOCK_PATIENCE } else { Duration::ZERO };
     let begin = Instant::now();
     loop {
@@ -383,7 +383,8 @@ impl VirtioDevice for Block {
     }
 
     fn save(&mut self) -> DeviceState {
-        let modified_unix_ns = self.file.metadata().ok().and_then(|data| modified_unix_ns(&data));
+        let modified_unix_ns =
+            rustix::fs::fstat(&self.file).ok().and_then(|stat| modified_unix_ns(&stat));
         DeviceState::Disk { sectors: self.sectors, modified_unix_ns }
     }
 

@@ -2,6 +2,7 @@
 
 use std::fs::OpenOptions;
 use std::io::{Seek as _, SeekFrom, Write as _};
+use std::os::unix::fs::MetadataExt as _;
 
 use rustix::mm::{MapFlags, ProtFlags};
 use virtio_queue::QueueT;
