@@ -2,13 +2,15 @@
 
 use std::fmt::Write as _;
 use std::io::{IsTerminal, Write as _};
-use std::net::{IpAddr, ToSocketAddrs};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use ebb_migration::session::Address;
+use ebb_migration::session::{
+    Address, CancelHandle, Security, SessionError, TimeLimits, TlsFiles, dial,
+};
 use ebb_vmm::api::{
     AtTimeLimit, Client, FreePageChoice, MAX_DOWNTIME_MS, MAX_MIGRATION_SECONDS,
     MAX_MIGRATION_STREAMS, MIN_BANDWIDTH_BYTES, MigrationPhase, MigrationReport, MigrationRequest,
@@ -145,13 +147,18 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     if args.cancel {
         return show(&client.put::<MigrationStatus>("/vm/migration/cancel")?, json);
     }
-    let request = args.into_request()?;
-    let _: MigrationStatus = client.put_json("/vm/migrate", &request)?;
-    let report = watch(&client, &request.to).unwrap_or_else(|error| MigrationReport {
-        status: MigrationPhase::Failed,
-        error: Some(format!("{error:#}")),
-        ..MigrationReport::default()
-    });
+    let order = args.into_order()?;
+    let request = &order.request;
+    let report = match order.open() {
+        Ok(descriptors) => {
+            let borrowed: Vec<_> = descriptors.iter().map(OwnedFd::as_fd).collect();
+            let _: MigrationStatus = client.put_json_with("/vm/migrate", request, &borrowed)?;
+            // The monitor has its own now, and decides how long each is open.
+            drop(descriptors);
+            watch(&client, &request.to).unwrap_or_else(|error| failed(format!("{error:#}")))
+        }
+        Err(error) => failed(error.to_string()),
+    };
     if json {
         println!("{}", serde_json::to_string_pretty(&report)?);
     } else if report.status == MigrationPhase::Completed {
@@ -172,14 +179,52 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     })
 }
 
+/// The report of a migration without a result from the monitor.
+fn failed(problem: String) -> MigrationReport {
+    MigrationReport {
+        status: MigrationPhase::Failed,
+        error: Some(problem),
+        ..MigrationReport::default()
+    }
+}
+
+/// A migration with what this process has to connect and to open for the monitor.
+#[derive(Debug)]
+struct Order {
+    request: MigrationRequest,
+    address: Address,
+    /// Certificate, key and authorities.
+    files: Option<[PathBuf; 3]>,
+}
+
+impl Order {
+    /// Opens the files and connects to the receiver, with the rights of this process. Returns the
+    /// descriptors for the monitor.
+    fn open(&self) -> Result<Vec<OwnedFd>, SessionError> {
+        let system = |what| move |source| SessionError::System { what, source };
+        let names = self.request.tls_name.iter().cloned().collect();
+        let security = match &self.files {
+            Some([certificate, key, authorities]) => {
+                Security::Tls(TlsFiles::open(certificate, key, authorities, names)?)
+            }
+            None if self.request.insecure => Security::Insecure,
+            None => Security::Local,
+        };
+        security.check(&self.address)?;
+        let cancel = CancelHandle::new().map_err(system("create an event"))?;
+        let limits = TimeLimits::default();
+        let mut descriptors = dial(&self.address, self.request.streams, &limits, &cancel)?;
+        if let Security::Tls(files) = security {
+            descriptors.extend(files.into_descriptors().map_err(system("duplicate a descriptor"))?);
+        }
+        Ok(descriptors)
+    }
+}
+
 impl Args {
-    fn into_request(self) -> anyhow::Result<MigrationRequest> {
+    fn into_order(self) -> anyhow::Result<Order> {
         let here = std::env::current_dir().context("cannot determine the current directory")?;
         let address = self.to.context("--to is missing")?.absolute(&here);
-        let absolute = |path: PathBuf| here.join(path);
-        let mut tls_name = self.peer_name;
-        let encrypted = self.tls_cert.is_some();
-        let to = in_numbers(address, encrypted.then_some(&mut tls_name))?;
         if let Some(bandwidth) = self.bandwidth
             && bandwidth.bytes() < MIN_BANDWIDTH_BYTES
         {
@@ -188,8 +233,14 @@ impl Args {
                 ByteSize::from_bytes(MIN_BANDWIDTH_BYTES)
             );
         }
-        Ok(MigrationRequest {
-            to: to.to_string(),
+        let files = match (self.tls_cert, self.tls_key, self.tls_ca) {
+            (Some(certificate), Some(key), Some(authorities)) => {
+                Some([certificate, key, authorities])
+            }
+            _ => None,
+        };
+        let request = MigrationRequest {
+            to: address.to_string(),
             streams: self.streams,
             downtime_ms: self.downtime,
             bandwidth_bytes_per_s: self.bandwidth.map(ByteSize::bytes),
@@ -199,34 +250,12 @@ impl Args {
             free_pages: self.free_pages,
             zero_pages: self.zero_pages.is_on(),
             holes: self.holes.is_on(),
-            tls_cert: self.tls_cert.map(absolute),
-            tls_key: self.tls_key.map(absolute),
-            tls_ca: self.tls_ca.map(absolute),
-            tls_name,
+            tls_name: self.peer_name,
             insecure: self.insecure,
             share_memory: self.share_memory,
-        })
+        };
+        Ok(Order { request, address, files })
     }
-}
-
-/// Resolves the address's host name, because a monitor does not. The other side's certificate must
-/// still be for the name.
-fn in_numbers(address: Address, tls_name: Option<&mut Option<String>>) -> anyhow::Result<Address> {
-    let Address::Tcp { host, port } = address else { return Ok(address) };
-    if host.parse::<IpAddr>().is_ok() || host.eq_ignore_ascii_case("localhost") {
-        return Ok(Address::Tcp { host, port });
-    }
-    let found = (host.as_str(), port)
-        .to_socket_addrs()
-        .with_context(|| {
-            format!("cannot find the host {host}; check the name, or use its numeric address")
-        })?
-        .next()
-        .with_context(|| format!("the host {host} has no address; use its numeric address"))?;
-    if let Some(name) = tls_name {
-        name.get_or_insert(host);
-    }
-    Ok(Address::Tcp { host: found.ip().to_string(), port })
 }
 
 /// Waits for the end and shows the progress on a terminal.
@@ -336,10 +365,14 @@ mod tests {
         args: Args,
     }
 
-    fn parse(words: &str) -> Result<MigrationRequest, String> {
+    fn order(words: &str) -> Result<Order, String> {
         let words = ["migrate"].into_iter().chain(words.split_ascii_whitespace());
         let line = Line::try_parse_from(words).map_err(|error| error.to_string())?;
-        line.args.into_request().map_err(|error| error.to_string())
+        line.args.into_order().map_err(|error| error.to_string())
+    }
+
+    fn parse(words: &str) -> Result<MigrationRequest, String> {
+        order(words).map(|order| order.request)
     }
 
     #[test]
@@ -373,17 +406,40 @@ mod tests {
     }
 
     #[test]
-    fn paths_become_absolute() {
+    fn the_monitor_gets_an_absolute_path_and_no_files() {
         let here = std::env::current_dir().unwrap();
-        let request = parse("a --to unix:move --tls-cert c --tls-key k --tls-ca /a").unwrap();
-        assert_eq!(request.to, format!("unix:{}", here.join("move").display()));
-        let files = [request.tls_cert, request.tls_key, request.tls_ca];
-        assert_eq!(files, [here.join("c"), here.join("k"), "/a".into()].map(Some));
-        assert_eq!(request.tls_name, None);
-        let named =
-            parse("a --to tcp:192.0.2.1:1 --peer-name b --tls-cert c --tls-key k --tls-ca /a")
-                .unwrap();
+        let tls = "--tls-cert c --tls-key k --tls-ca /a";
+        let moved = order(&format!("a --to unix:move {tls}")).unwrap();
+        assert_eq!(moved.request.to, format!("unix:{}", here.join("move").display()));
+        assert_eq!(moved.files, Some(["c", "k", "/a"].map(PathBuf::from)));
+        assert_eq!(moved.request.tls_name, None);
+        let named = parse(&format!("a --to tcp:192.0.2.1:1 --peer-name b {tls}")).unwrap();
         assert_eq!(named.tls_name.as_deref(), Some("b"));
+        // The receiver's certificate is for the name.
+        assert_eq!(parse("a --to tcp:there.example:1").unwrap().to, "tcp:there.example:1");
+    }
+
+    #[test]
+    fn the_monitor_gets_sockets_and_then_files() {
+        use std::os::unix::fs::FileTypeExt as _;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let here = order(&format!("a --to unix:{} --streams 3", path.display())).unwrap();
+        let descriptors = here.open().unwrap();
+        assert_eq!(descriptors.len(), 4);
+        for descriptor in descriptors {
+            assert!(std::fs::File::from(descriptor).metadata().unwrap().file_type().is_socket());
+        }
+        // What is not allowed is found before anything connects.
+        for (line, words) in [
+            ("a --to tcp:127.0.0.1:1", "--insecure"),
+            ("a --to unix:/nowhere/s", "ebb receive"),
+            ("a --to tcp:127.0.0.1:1 --tls-cert /no --tls-key /no --tls-ca /no", "--tls-cert"),
+        ] {
+            let error = order(line).unwrap().open().unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        }
     }
 
     #[test]

@@ -71,7 +71,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let overrides = args.overrides.into_overrides();
     let security = match (args.tls_cert, args.tls_key, args.tls_ca) {
         (Some(certificate), Some(key), Some(authorities)) => {
-            Security::Tls(TlsFiles { certificate, key, authorities, peer_names: args.peer_name })
+            Security::Tls(TlsFiles::open(&certificate, &key, &authorities, args.peer_name)?)
         }
         _ if args.insecure => Security::Insecure,
         _ => Security::Local,

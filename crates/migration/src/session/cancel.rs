@@ -40,6 +40,14 @@ impl CancelHandle {
         Ok(Self(Arc::new(Inner { state: AtomicU8::new(OPEN), event })))
     }
 
+    /// Readies the handle for another session, for a thread that may not create one. The previous
+    /// session, and everything that could cancel it, must have ended.
+    pub fn reset(&self) {
+        // It is non-blocking, and fails if it was not cancelled.
+        let _ = rustix::io::read(&self.0.event, &mut [0; 8]);
+        self.0.state.store(OPEN, Ordering::SeqCst);
+    }
+
     /// Ends the session unless its outcome is decided. A second call changes nothing.
     pub fn cancel(&self) -> Cancellation {
         match self.change(CANCELLED) {
@@ -75,6 +83,8 @@ impl CancelHandle {
 
 #[cfg(test)]
 mod tests {
+    use rustix::event::{PollFd, PollFlags, Timespec};
+
     use super::*;
 
     #[test]
@@ -88,5 +98,23 @@ mod tests {
         assert!(handle.decide());
         assert_eq!(handle.clone().cancel(), Cancellation::TooLate);
         assert!(!handle.is_cancelled());
+    }
+
+    #[test]
+    fn a_handle_can_be_used_again() {
+        let handle = CancelHandle::new().unwrap();
+        let is_readable = || {
+            let mut event = [PollFd::from_borrowed_fd(handle.event(), PollFlags::IN)];
+            rustix::event::poll(&mut event, Some(&Timespec::default())).unwrap() == 1
+        };
+        for _ in 0..2 {
+            assert!(!handle.is_cancelled() && !is_readable());
+            assert_eq!(handle.cancel(), Cancellation::Cancelled);
+            assert!(handle.is_cancelled() && is_readable());
+            handle.reset();
+            assert!(handle.decide());
+            assert_eq!(handle.cancel(), Cancellation::TooLate);
+            handle.reset();
+        }
     }
 }

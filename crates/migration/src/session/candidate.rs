@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::PollFlags;
 
@@ -18,9 +18,18 @@ use super::wire::Wire;
 pub(super) struct Candidate {
     wire: Wire,
     peer: String,
+    /// Place in the order of all connections of the listener.
+    number: u64,
     deadline: Instant,
     /// `None` once the connection is refused: the peer only has to read the reason.
     received: Option<Vec<u8>>,
+}
+
+/// A connection that has identified itself.
+pub(super) struct Arrived {
+    pub wire: Wire,
+    pub peer: String,
+    pub number: u64,
 }
 
 /// Result of a step of a candidate.
@@ -28,7 +37,7 @@ pub(super) enum Step {
     /// More bytes are needed.
     Wait(Candidate),
     /// It has identified itself.
-    Arrived(Wire, String, Arrival),
+    Arrived(Arrived, Arrival),
     /// It is refused for this reason, and is kept until the peer has read it.
     Refused(Candidate, String),
     /// The connection has ended; with a reason if it was not refused before.
@@ -40,9 +49,10 @@ impl Candidate {
         socket: OwnedFd,
         tls: Option<rustls::Connection>,
         peer: String,
+        number: u64,
         deadline: Instant,
     ) -> Self {
-        Self { wire: Wire::new(socket, tls), peer, deadline, received: Some(Vec::new()) }
+        Self { wire: Wire::new(socket, tls), peer, number, deadline, received: Some(Vec::new()) }
     }
 
     pub(super) fn wire(&self) -> &Wire {
@@ -55,6 +65,28 @@ impl Candidate {
 
     pub(super) const fn deadline(&self) -> Instant {
         self.deadline
+    }
+
+    /// Place in the order of all connections of the listener.
+    pub(super) const fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Whether it only has to read why it was refused.
+    pub(super) const fn is_refused(&self) -> bool {
+        self.received.is_none()
+    }
+
+    /// Adds time that has passed without a step.
+    pub(super) fn add_time(&mut self, time: Duration) {
+        self.deadline += time;
+    }
+
+    /// Extends the time to identify itself to `until`.
+    pub(super) fn wait_until(&mut self, until: Instant) {
+        if !self.is_refused() {
+            self.deadline = self.deadline.max(until);
+        }
     }
 
     pub(super) fn interest(&self) -> PollFlags {
@@ -71,7 +103,10 @@ impl Candidate {
             return if self.wire.drain() { Step::Wait(self) } else { Step::Gone(None) };
         }
         match self.introduce() {
-            Ok(Ok(arrival)) => Step::Arrived(self.wire, self.peer, arrival),
+            Ok(Ok(arrival)) => Step::Arrived(
+                Arrived { wire: self.wire, peer: self.peer, number: self.number },
+                arrival,
+            ),
             Ok(Err(unwanted)) => {
                 // A source of another version can report the mismatch only if it receives ours.
                 let answers = matches!(unwanted, Unwanted::Preamble(PreambleError::Version(_)));
@@ -79,6 +114,13 @@ impl Candidate {
                 self.refuse(&answer, unwanted.problem())
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Step::Wait(self),
+            // A data connection that its source does not need.
+            Err(error)
+                if error.kind() == io::ErrorKind::UnexpectedEof
+                    && self.received.as_ref().is_some_and(Vec::is_empty) =>
+            {
+                Step::Gone(None)
+            }
             Err(error) => {
                 let problem =
                     match error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) {
@@ -103,8 +145,9 @@ impl Candidate {
     }
 
     /// A connection that has identified itself and is refused.
-    pub(super) fn unwanted(wire: Wire, peer: String, deadline: Instant) -> Self {
-        Self { wire, peer, deadline, received: None }
+    pub(super) fn unwanted(arrived: Arrived, deadline: Instant) -> Self {
+        let Arrived { wire, peer, number } = arrived;
+        Self { wire, peer, number, deadline, received: None }
     }
 
     fn refuse(mut self, answer: &[u8], problem: String) -> Step {

@@ -40,7 +40,7 @@ pub(super) fn send(
             socket,
             &[IoSlice::new(&[MARK])],
             &mut ancillary,
-            SendFlags::NOSIGNAL,
+            SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
         ) {
             Ok(_) => return Ok(()),
             Err(Errno::INTR) => {}
@@ -66,7 +66,7 @@ pub(super) fn receive(
             socket,
             &mut slices,
             &mut ancillary,
-            RecvFlags::CMSG_CLOEXEC,
+            RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT,
         ) {
             Ok(received) => received,
             Err(Errno::INTR) => continue,

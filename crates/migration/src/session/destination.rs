@@ -77,7 +77,7 @@ impl Listener {
         };
         loop {
             let (wire, peer, arrival) =
-                self.next(wanted, deadline, None).map_err(|reason| match (reason, limit) {
+                self.next_source(wanted, deadline).map_err(|reason| match (reason, limit) {
                     (NoArrival::Failed(error), _) => error,
                     (_, limit) => SessionError::NobodyCame {
                         address: self.address.to_string(),
@@ -260,7 +260,7 @@ impl DestinationAccepted {
                     });
                 }
                 // Before all streams are open the source can only send an abort.
-                Err(NoArrival::Watched) => {
+                Err(NoArrival::Control) => {
                     let message = self.control.receive(limits.progress, STREAMS)?;
                     return Err(self.control.unexpected(message.kind(), STREAMS));
                 }

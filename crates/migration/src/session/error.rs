@@ -236,6 +236,9 @@ pub enum SessionError {
         /// The other side.
         peer: String,
     },
+    /// No sockets for a control connection and a data stream.
+    #[error("a migration needs at least two connected sockets, for control and for memory")]
+    TooFewSockets,
     /// Cancelled on this side.
     #[error("the migration was cancelled")]
     Cancelled,

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use super::address::Address;
 use super::cancel::CancelHandle;
+use super::dial::dial;
 use super::error::SessionError;
 use super::intake::{Intake, examine};
 use super::limits::TimeLimits;
@@ -164,7 +165,8 @@ pub fn source(data: &[u8]) {
 }
 
 fn run_source(address: &Address, cancel: &CancelHandle) -> Result<Outcome, SessionError> {
-    let session = connect(address, &Security::Local, &greeting(), &limits(), cancel)?;
+    let sockets = dial(address, 1, &limits(), cancel)?;
+    let session = connect(sockets, address, &Security::Local, &greeting(), &limits(), cancel)?;
     let (mut streaming, _streams) = session.setup(&7, 1)?.open_streams()?;
     streaming.wait_round_done(0)?;
     Ok(streaming.send_state(vec![1, 2, 3])?.commit())

@@ -8,7 +8,8 @@ pub struct TimeLimits {
     /// Source: until a connection is established (each one), name resolution excluded.
     pub connect: Duration,
     /// Either: from a connection to the other side's hello, including TLS. A stranger can occupy
-    /// one slot of the destination for this long.
+    /// one slot of the destination for this long; time in which the destination waits for no
+    /// connection does not count.
     pub greeting: Duration,
     /// Destination: from the hello to the source's setup. Without TLS, anyone that sends a hello
     /// can occupy the destination for this long.
@@ -16,7 +17,8 @@ pub struct TimeLimits {
     /// Source: from the setup to the destination's answer. The destination creates the machine in
     /// this time.
     pub answer: Duration,
-    /// Destination: from its acceptance until all data streams have joined.
+    /// Destination: from its acceptance until all data streams have joined. Connections may be
+    /// silent for as long.
     pub streams: Duration,
     /// Either: the longest time without a byte while memory is transferred, on each stream and on
     /// the control connection.

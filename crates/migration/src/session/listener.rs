@@ -9,10 +9,11 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
+use rustix::process::Uid;
 
 use super::address::Address;
 use super::cancel::CancelHandle;
-use super::candidate::{Candidate, Step};
+use super::candidate::{Arrived, Candidate, Step};
 use super::connection::{Connection, Limit, poll_until};
 use super::error::SessionError;
 use super::intake::Arrival;
@@ -29,7 +30,7 @@ use super::wire::{self, Wire};
 /// Length of the accept queue.
 const BACKLOG: i32 = 64;
 
-/// Most connections that have not identified themselves. The oldest is dropped for a new one.
+/// Most connections that have not identified themselves.
 const MOST_CANDIDATES: usize = 32;
 
 /// Pause of accepting after the system had no descriptor or memory for another connection.
@@ -43,6 +44,13 @@ const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 /// Each connection has [`TimeLimits::greeting`] to present a certificate (with TLS) and to send a
 /// hello. Many can try at the same time until one has: a connection that stalls, sends garbage or
 /// has no accepted certificate is refused, logged at a limited rate and does not delay others.
+///
+/// A source's data connections arrive with its control connection and stay silent until the machine
+/// is accepted, which may take longer. So this time passes only during waits for connections, and
+/// the wait for data streams gives all that are still silent its own limit. The number of
+/// connections stays bounded: a new one replaces the oldest. In the wait for data streams, those
+/// that came before the control connection are replaced, and none that came after it, so that
+/// strangers cannot displace the session's.
 #[derive(Debug)]
 pub struct Listener {
     /// Removes the socket's file at the end; before the socket is closed, while no other process
@@ -50,8 +58,17 @@ pub struct Listener {
     file: Option<SocketFile>,
     socket: OwnedFd,
     pub(super) address: Address,
+    /// User whose processes may connect to a unix socket: that of this process when it was bound.
+    owner: Uid,
     tls: Option<TlsServer>,
+    /// In the order of their numbers.
     candidates: Vec<Candidate>,
+    /// Number of the next connection.
+    next_number: u64,
+    /// Number of the control connection of the session.
+    control: u64,
+    /// End of the last wait for connections.
+    waited_until: Option<Instant>,
     pub(super) refusals: Refusals,
     accept_after: Option<Instant>,
     pub(super) greeting: Greeting,
@@ -59,23 +76,31 @@ pub struct Listener {
     pub(super) cancel: CancelHandle,
 }
 
+/// What a wait is for.
+#[derive(Clone, Copy)]
+pub(super) enum Awaited<'a> {
+    /// A source, until this time.
+    Source(Option<Instant>),
+    /// Data streams, until this time or until the control connection is readable.
+    Streams(Instant, BorrowedFd<'a>),
+}
+
 /// Why a wait ended without a connection.
 pub(super) enum NoArrival {
     /// The time limit expired.
     Late,
-    /// The watched connection is readable.
-    Watched,
+    /// The control connection is readable.
+    Control,
     Failed(SessionError),
 }
 
 impl Listener {
     /// Listens at `address`; port 0 means any free one.
     ///
-    /// System calls: `socket`, `setsockopt`, `bind`, `listen`, `getsockname`; for a unix socket
-    /// those of [`SocketFile::listen`]; for TLS those that read the files (`openat`, `fstat`,
-    /// `statx`, `lseek`, `read`). All later steps: `ppoll`, `accept4`, `getsockopt`, `setsockopt`,
-    /// `sendto`, `sendmsg`, `recvfrom`, `recvmsg` (descriptors only), `getrandom`, `shutdown`,
-    /// `close`, and `lstat`, `unlink` when a unix socket is removed.
+    /// System calls: `socket`, `setsockopt`, `bind`, `listen`, `getsockname`, `geteuid`; for a unix
+    /// socket those of [`SocketFile::listen`]; for TLS `fstat` and `pread64`. All later steps:
+    /// `ppoll`, `accept4`, `getsockopt` (unix sockets), `sendmsg`, `recvmsg`, `getrandom`,
+    /// `shutdown`, `close`, and `lstat`, `unlink` when a unix socket is removed.
     pub fn bind(
         address: &Address,
         security: &Security,
@@ -103,8 +128,12 @@ impl Listener {
             socket,
             address,
             file,
+            owner: rustix::process::geteuid(),
             tls,
             candidates: Vec::new(),
+            next_number: 0,
+            control: 0,
+            waited_until: None,
             refusals: Refusals::default(),
             accept_after: None,
             greeting: greeting.clone(),
@@ -135,7 +164,7 @@ impl Listener {
         session: SessionId,
         missing: &[bool],
         deadline: Instant,
-        watched: BorrowedFd<'_>,
+        control: BorrowedFd<'_>,
     ) -> Result<(Connection, u16), NoArrival> {
         let wanted = |arrival: &Arrival| match arrival {
             Arrival::Control(_) => Err("another migration is under way here"),
@@ -146,9 +175,10 @@ impl Listener {
             }
         };
         loop {
-            let (wire, peer, arrival) = self.next(wanted, Some(deadline), Some(watched))?;
+            let (arrived, arrival) = self.next(wanted, Awaited::Streams(deadline, control))?;
             let Arrival::Data { stream, .. } = arrival else { continue };
-            let mut connection = self.connection(wire, &peer);
+            let peer = arrived.peer;
+            let mut connection = self.connection(arrived.wire, &peer);
             let answer = Role::Data { session, stream }.preamble();
             match connection.write_all(&answer) {
                 Ok(()) => return Ok((connection, stream)),
@@ -162,14 +192,45 @@ impl Listener {
         Connection::new(wire, format!("the source {peer}"), limit, self.cancel.clone())
     }
 
-    /// Steps all candidates until one identifies itself and `wanted` accepts it.
-    pub(super) fn next(
+    /// Waits for the next source.
+    pub(super) fn next_source(
         &mut self,
         wanted: impl Fn(&Arrival) -> Result<(), &'static str>,
         deadline: Option<Instant>,
-        watched: Option<BorrowedFd<'_>>,
     ) -> Result<(Wire, String, Arrival), NoArrival> {
+        let (arrived, arrival) = self.next(wanted, Awaited::Source(deadline))?;
+        self.control = arrived.number;
+        Ok((arrived.wire, arrived.peer, arrival))
+    }
+
+    /// Steps all candidates until one identifies itself and `wanted` accepts it.
+    fn next(
+        &mut self,
+        wanted: impl Fn(&Arrival) -> Result<(), &'static str>,
+        awaited: Awaited<'_>,
+    ) -> Result<(Arrived, Arrival), NoArrival> {
+        if let Some(until) = self.waited_until.take() {
+            let time = until.elapsed();
+            self.candidates.iter_mut().for_each(|candidate| candidate.add_time(time));
+        }
+        let result = self.next_of_candidates(wanted, awaited);
+        self.waited_until = Some(Instant::now());
+        result
+    }
+
+    fn next_of_candidates(
+        &mut self,
+        wanted: impl Fn(&Arrival) -> Result<(), &'static str>,
+        awaited: Awaited<'_>,
+    ) -> Result<(Arrived, Arrival), NoArrival> {
+        let deadline = match awaited {
+            Awaited::Source(deadline) => deadline,
+            Awaited::Streams(deadline, _) => Some(deadline),
+        };
         loop {
+            if let Awaited::Streams(deadline, _) = awaited {
+                self.candidates.iter_mut().for_each(|candidate| candidate.wait_until(deadline));
+            }
             let now = Instant::now();
             if let Some(arrived) = self.step_candidates(&wanted, now) {
                 return Ok(arrived);
@@ -177,7 +238,7 @@ impl Listener {
             if deadline.is_some_and(|deadline| now >= deadline) {
                 return Err(NoArrival::Late);
             }
-            self.wait(deadline, watched, now)?;
+            self.wait(deadline, awaited, now)?;
         }
     }
 
@@ -186,15 +247,15 @@ impl Listener {
         &mut self,
         wanted: impl Fn(&Arrival) -> Result<(), &'static str>,
         now: Instant,
-    ) -> Option<(Wire, String, Arrival)> {
+    ) -> Option<(Arrived, Arrival)> {
         let mut index = 0;
         while index < self.candidates.len() {
             let candidate = self.candidates.remove(index);
             let peer = candidate.peer().to_owned();
             let step = match candidate.step(now) {
-                Step::Arrived(wire, peer, arrival) => match wanted(&arrival) {
-                    Ok(()) => return Some((wire, peer, arrival)),
-                    Err(problem) => Candidate::unwanted(wire, peer, now + self.limits.greeting)
+                Step::Arrived(arrived, arrival) => match wanted(&arrival) {
+                    Ok(()) => return Some((arrived, arrival)),
+                    Err(problem) => Candidate::unwanted(arrived, now + self.limits.greeting)
                         .refuse_with_reason(problem.to_owned()),
                 },
                 step => step,
@@ -221,9 +282,13 @@ impl Listener {
     fn wait(
         &mut self,
         deadline: Option<Instant>,
-        watched: Option<BorrowedFd<'_>>,
+        awaited: Awaited<'_>,
         now: Instant,
     ) -> Result<(), NoArrival> {
+        let control = match awaited {
+            Awaited::Source(_) => None,
+            Awaited::Streams(_, control) => Some(control),
+        };
         self.accept_after = self.accept_after.filter(|after| now < *after);
         let times = [deadline, self.accept_after, Some(now + LONGEST_WAIT)];
         let until = times
@@ -236,7 +301,7 @@ impl Listener {
             PollFd::new(&self.socket, accepts),
             PollFd::from_borrowed_fd(self.cancel.event(), PollFlags::IN),
         ];
-        descriptors.extend(watched.map(|watched| PollFd::from_borrowed_fd(watched, PollFlags::IN)));
+        descriptors.extend(control.map(|control| PollFd::from_borrowed_fd(control, PollFlags::IN)));
         descriptors.extend(
             self.candidates
                 .iter()
@@ -249,20 +314,20 @@ impl Listener {
         if happened(1) {
             return Err(NoArrival::Failed(SessionError::Cancelled));
         }
-        if watched.is_some() && happened(2) {
-            return Err(NoArrival::Watched);
+        if control.is_some() && happened(2) {
+            return Err(NoArrival::Control);
         }
         if happened(0) {
-            self.take_one();
+            self.take_one(awaited);
         }
         Ok(())
     }
 
     /// Accepts one new connection.
-    fn take_one(&mut self) {
+    fn take_one(&mut self, awaited: Awaited<'_>) {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let socket = match rustix::net::accept_with(&self.socket, flags) {
-            Ok(socket) => socket,
+        let (socket, from) = match rustix::net::acceptfrom_with(&self.socket, flags) {
+            Ok(accepted) => accepted,
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return,
             Err(errno) => {
                 self.refusals.note(
@@ -273,25 +338,31 @@ impl Listener {
                 return;
             }
         };
-        if self.candidates.len() == MOST_CANDIDATES {
-            let oldest = self.candidates.remove(0);
-            self.refusals.note(oldest.peer(), "too many connections; the oldest was dropped");
+        let number = self.next_number;
+        self.next_number += 1;
+        let peer = match &self.address {
+            Address::Unix { .. } => self.address.to_string(),
+            Address::Tcp { .. } => from
+                .and_then(|from| std::net::SocketAddr::try_from(from).ok())
+                .map_or_else(|| "tcp".to_owned(), |from| Address::of_socket(from).to_string()),
+        };
+        if self.candidates.len() == MOST_CANDIDATES && !self.make_room(awaited) {
+            self.refusals.note(&peer, "too many connections");
+            return;
         }
         let deadline = Instant::now() + self.limits.greeting;
-        let step = match &self.address {
-            Address::Unix { .. } => {
-                let peer = self.address.to_string();
-                let trusted = users::check(&socket, &peer);
-                let candidate = Candidate::new(socket, None, peer, deadline);
-                match trusted {
+        let step = match self.tls.as_ref().map(TlsServer::connection).transpose() {
+            Ok(tls) => Step::Wait(Candidate::new(socket, tls, peer, number, deadline)),
+            Err(error) => Step::Gone(Some(error.to_string())),
+        };
+        let step = match (step, &self.address) {
+            (Step::Wait(candidate), Address::Unix { .. }) => {
+                match users::check(candidate.wire(), candidate.peer(), self.owner) {
                     Ok(()) => Step::Wait(candidate),
                     Err(error) => candidate.refuse_with_reason(error.to_string()),
                 }
             }
-            Address::Tcp { .. } => match self.new_tcp(socket, deadline) {
-                Ok(candidate) => Step::Wait(candidate),
-                Err(problem) => Step::Gone(Some(problem)),
-            },
+            (step, _) => step,
         };
         match step {
             Step::Refused(candidate, problem) => {
@@ -304,14 +375,21 @@ impl Listener {
         }
     }
 
-    fn new_tcp(&self, socket: OwnedFd, deadline: Instant) -> Result<Candidate, String> {
-        let prepared = wire::tune_tcp(&socket).and_then(|()| rustix::net::getpeername(&socket));
-        let peer = prepared.map_err(|errno| errno.to_string())?;
-        let peer = peer.and_then(|peer| std::net::SocketAddr::try_from(peer).ok());
-        let peer =
-            peer.map_or_else(|| "tcp".to_owned(), |peer| Address::of_socket(peer).to_string());
-        let tls = self.tls.as_ref().map(TlsServer::connection).transpose();
-        Ok(Candidate::new(socket, tls.map_err(|error| error.to_string())?, peer, deadline))
+    /// Drops one of the connections for a new one, if one may be dropped.
+    fn make_room(&mut self, awaited: Awaited<'_>) -> bool {
+        let index = match awaited {
+            Awaited::Source(_) => Some(0),
+            Awaited::Streams(..) => self
+                .candidates
+                .iter()
+                .position(|candidate| candidate.is_refused() || candidate.number() < self.control),
+        };
+        let Some(index) = index else { return false };
+        let dropped = self.candidates.remove(index);
+        if !dropped.is_refused() {
+            self.refusals.note(dropped.peer(), "too many connections; the oldest was dropped");
+        }
+        true
     }
 }
 
@@ -337,6 +415,9 @@ fn listen_tcp(
         // Connections of an ended process must not block its port.
         rustix::net::sockopt::set_socket_reuseaddr(&socket, true)
             .map_err(failed("prepare the socket"))?;
+        // Accepted connections inherit these options (Linux net/ipv4/tcp_minisocks.c,
+        // tcp_create_openreq_child).
+        wire::tune_tcp(&socket).map_err(failed("prepare the socket"))?;
         match rustix::net::bind(&socket, &socket_address) {
             Ok(()) => {
                 rustix::net::listen(&socket, BACKLOG).map_err(failed("listen"))?;

@@ -1,17 +1,19 @@
 //! The session between two monitors: addresses, authentication, protocol, and the decision which of
 //! them runs the guest.
 //!
-//! A destination listens ([`Listener`]), a source connects ([`connect`]): over TCP, plain on
-//! loopback and with mutual TLS 1.3 elsewhere, or over a unix socket between processes of one user.
-//! A control connection carries messages in frames; memory is sent over data streams, separate
-//! connections that join the session by its random id.
+//! A destination listens ([`Listener`]), a source connects ([`dial`], [`connect`]): over TCP with
+//! mutual TLS 1.3, or over a unix socket between processes of one user. A control connection carries
+//! messages in frames; memory is sent over data streams, separate connections that join the session
+//! by its random id. All are made before the first message, perhaps by another process than the
+//! source: a monitor needs no right to connect. Data connections stay silent until the machine is
+//! accepted.
 //!
 //! Each side is a sequence of types, one per step, so that a step can be neither skipped nor
 //! repeated:
 //!
 //! | source | destination |
 //! | --- | --- |
-//! | [`connect`] | [`Listener::accept`] |
+//! | [`dial`], [`connect`] | [`Listener::accept`] |
 //! | [`SourceSession::setup`] | [`DestinationSession::setup`] (both in [`Listener::receive_setup`]), [`DestinationSetup::accept`] or [`refuse`](DestinationSetup::refuse) |
 //! | [`SourceAccepted::send_descriptors`] (unix sockets) | [`DestinationAccepted::receive_descriptors`] |
 //! | [`SourceAccepted::open_streams`] | [`DestinationAccepted::join`] |
@@ -46,6 +48,7 @@ mod connection;
 mod control;
 mod descriptors;
 mod destination;
+mod dial;
 mod error;
 #[cfg(feature = "testing")]
 #[doc(hidden)]
@@ -72,6 +75,7 @@ pub use destination::{
     DestinationAccepted, DestinationCommitted, DestinationRestoring, DestinationSession,
     DestinationSetup, DestinationStreaming,
 };
+pub use dial::dial;
 pub use error::SessionError;
 pub use limits::TimeLimits;
 pub use listener::Listener;
@@ -79,7 +83,7 @@ pub use message::{Greeting, LARGE_BYTES, MOST_DESCRIPTORS, MessageKind};
 pub use preamble::{MOST_STREAMS, PROTOCOL_VERSION};
 pub use reason::Reason;
 pub use refusals::Refusals;
-pub use security::{Security, TlsFiles};
+pub use security::{Security, TlsFile, TlsFiles};
 pub use source::{
     Outcome, SourceAccepted, SourcePrepared, SourceSession, SourceStreaming, connect,
 };

@@ -1,21 +1,16 @@
 //! The source's side of a session, one type for each step.
 
 use std::io::{Read, Write};
-use std::net::SocketAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use rustix::event::{PollFd, PollFlags};
-use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix};
 use serde::Serialize;
 
 use crate::{BoxError, RoundSync};
 
 use super::address::Address;
 use super::cancel::CancelHandle;
-use super::connection::{Connection, Limit, poll_until, wait};
+use super::connection::{Connection, Limit};
 use super::control::Control;
 use super::descriptors;
 use super::error::SessionError;
@@ -24,10 +19,9 @@ use super::message::{Acceptance, Greeting, MOST_DESCRIPTORS, Message, SetupBody}
 use super::preamble::{MOST_STREAMS, PREAMBLE_BYTES, PreambleError, Role};
 use super::protocol::{End, Side, Stage};
 use super::reason::Reason;
-use super::security::{Security, Transport};
+use super::security::Security;
 use super::tls::TlsClient;
-use super::users;
-use super::wire::{self, Wire};
+use super::wire::Wire;
 
 const GREETING: &str = "while waiting for its hello";
 const ANSWER: &str = "while waiting for its answer to the setup";
@@ -35,22 +29,11 @@ const ROUND: &str = "while waiting for the end of a round";
 const RESTORING: &str = "while it restored the machine";
 const DECISION: &str = "after this side had decided to move the guest";
 
-/// Interval of attempts to connect to a unix socket with a full queue.
-const RETRY: Duration = Duration::from_millis(20);
-
-/// Address of the destination, once a connection was established.
-#[derive(Debug, Clone)]
-enum Endpoint {
-    Tcp(SocketAddr),
-    Unix(PathBuf),
-}
-
 /// Parameters of every connection of a session.
 #[derive(Debug)]
-struct Dialer {
-    endpoint: Endpoint,
+struct Connector {
+    address: Address,
     tls: Option<TlsClient>,
-    peer: String,
     limits: TimeLimits,
     cancel: CancelHandle,
 }
@@ -72,7 +55,9 @@ pub enum Outcome {
 #[derive(Debug)]
 pub struct SourceSession {
     control: Control,
-    dialer: Dialer,
+    connector: Connector,
+    /// Connected, for data streams.
+    sockets: Vec<OwnedFd>,
     destination: Greeting,
 }
 
@@ -80,7 +65,9 @@ pub struct SourceSession {
 #[derive(Debug)]
 pub struct SourceAccepted {
     control: Control,
-    dialer: Dialer,
+    connector: Connector,
+    /// Connected, one for each data stream.
+    sockets: Vec<OwnedFd>,
     acceptance: Acceptance,
 }
 
@@ -96,73 +83,54 @@ pub struct SourcePrepared {
     control: Control,
 }
 
-/// Connects to a destination that listens at `address` and exchanges hellos. Over TCP all addresses
-/// of a name are tried in turn.
+/// Exchanges hellos with a destination over `sockets`, which [`dial`](super::dial) has connected to
+/// it: the control connection, then one for each data stream. They need not be non-blocking.
 ///
-/// System calls, with those of all later steps: `socket`, `connect`, `ppoll`, `getsockopt`,
-/// `setsockopt`, `sendto`, `recvfrom`, `sendmsg`, `shutdown`, `close`, `getrandom` (TLS); reading
-/// certificates needs `openat`, `fstat`, `statx`, `lseek`, `read`; a name other than `localhost`
-/// needs those of the resolver.
+/// `address` names the destination in messages and, with TLS, in its certificate; only a `unix:`
+/// address allows [`SourceAccepted::send_descriptors`].
+///
+/// System calls, with those of all later steps: `ppoll`, `recvmsg`, `sendmsg`, `shutdown`, `close`;
+/// for TLS `fstat` and `pread64` (the files), `getrandom`.
 pub fn connect(
+    mut sockets: Vec<OwnedFd>,
     address: &Address,
     security: &Security,
     greeting: &Greeting,
     limits: &TimeLimits,
     cancel: &CancelHandle,
 ) -> Result<SourceSession, SessionError> {
-    let transport = security.transport(address)?;
-    let (endpoints, tls) = match address {
-        Address::Unix { path } => (vec![Endpoint::Unix(path.clone())], None),
-        Address::Tcp { host, port } => {
-            let tls = match (transport, security) {
-                (Transport::Tls, Security::Tls(files)) => Some(TlsClient::load(files, host)?),
-                _ => None,
-            };
-            let found = Address::resolve(host, *port).map_err(|source| SessionError::NotFound {
-                address: address.to_string(),
-                source,
-            })?;
-            (found.into_iter().map(Endpoint::Tcp).collect(), tls)
-        }
-    };
-    let peer = format!("the destination {address}");
-    let mut failure = None;
-    for endpoint in endpoints {
-        let dialer = Dialer {
-            endpoint,
-            tls: tls.clone(),
-            peer: peer.clone(),
-            limits: *limits,
-            cancel: cancel.clone(),
-        };
-        match dialer.socket() {
-            Ok(socket) => return greet(dialer, socket, greeting),
-            Err(error @ SessionError::Unreachable { .. }) => failure = Some(error),
-            Err(error) => return Err(error),
-        }
+    let tls = security.client(address)?;
+    if sockets.len() < 2 {
+        return Err(SessionError::TooFewSockets);
     }
-    // A successful resolution has at least one address.
-    Err(failure.unwrap_or(SessionError::Cancelled))
+    let control = sockets.remove(0);
+    let connector =
+        Connector { address: address.clone(), tls, limits: *limits, cancel: cancel.clone() };
+    greet(connector, control, sockets, greeting)
 }
 
 fn greet(
-    dialer: Dialer,
+    connector: Connector,
     socket: OwnedFd,
+    sockets: Vec<OwnedFd>,
     greeting: &Greeting,
 ) -> Result<SourceSession, SessionError> {
-    let connection = dialer.connection(socket)?;
-    let mut control = Control::new(connection, Side::Source, dialer.limits, dialer.cancel.clone());
+    let connection = connector.connection(socket)?;
+    let mut control =
+        Control::new(connection, Side::Source, connector.limits, connector.cancel.clone());
     let hello = Message::Hello(greeting.clone());
     let send_preamble = control.connection.write_all(&Role::Control.preamble());
     send_preamble.map_err(|error| control.connection.explain(&error, GREETING))?;
     // Another program may close the connection when it reads the preamble; the bytes it has sent
     // explain more than that.
     let sent = control.send(&hello, GREETING);
-    control.connection.set_limit(Limit::from_now(dialer.limits.greeting));
+    control.connection.set_limit(Limit::from_now(connector.limits.greeting));
     read_answer(&mut control.connection, Role::Control)?;
     sent?;
-    match control.receive(dialer.limits.greeting, GREETING) {
-        Ok(Message::Hello(destination)) => Ok(SourceSession { control, dialer, destination }),
+    match control.receive(connector.limits.greeting, GREETING) {
+        Ok(Message::Hello(destination)) => {
+            Ok(SourceSession { control, connector, sockets, destination })
+        }
         Ok(other) => {
             let error = control.unexpected(other.kind(), GREETING);
             Err(control.end(error))
@@ -205,78 +173,9 @@ fn read_answer(connection: &mut Connection, expected: Role) -> Result<(), Sessio
     }
 }
 
-impl Dialer {
-    /// Opens and connects a socket.
-    fn socket(&self) -> Result<OwnedFd, SessionError> {
-        let limit = self.limits.connect;
-        let deadline = (Instant::now() + limit, limit);
-        let address = match &self.endpoint {
-            Endpoint::Tcp(address) => Address::of_socket(*address),
-            Endpoint::Unix(path) => Address::Unix { path: path.clone() },
-        }
-        .to_string();
-        let connected = match &self.endpoint {
-            Endpoint::Tcp(tcp) => self.connect_tcp(*tcp, deadline),
-            Endpoint::Unix(path) => self.connect_unix(path, deadline),
-        };
-        let socket = connected.map_err(|error| {
-            if self.cancel.is_cancelled() {
-                SessionError::Cancelled
-            } else {
-                SessionError::Unreachable { address: address.clone(), source: error }
-            }
-        })?;
-        if matches!(self.endpoint, Endpoint::Unix(_)) {
-            users::check(&socket, &address)?;
-        }
-        Ok(socket)
-    }
-
-    fn connect_tcp(
-        &self,
-        address: SocketAddr,
-        deadline: (Instant, Duration),
-    ) -> std::io::Result<OwnedFd> {
-        let socket = wire::stream_socket(wire::family(address))?;
-        wire::tune_tcp(&socket)?;
-        match rustix::net::connect(&socket, &address) {
-            Ok(()) => return Ok(socket),
-            Err(Errno::INPROGRESS | Errno::INTR) => {}
-            Err(errno) => return Err(errno.into()),
-        }
-        let fd = std::os::fd::AsFd::as_fd(&socket);
-        loop {
-            let mut ready = [PollFd::from_borrowed_fd(fd, PollFlags::OUT)];
-            poll_until(&mut ready, Instant::now())?;
-            if !ready[0].revents().is_empty() {
-                break;
-            }
-            wait(fd, PollFlags::OUT, Some(&self.cancel), deadline)?;
-        }
-        rustix::net::sockopt::socket_error(&socket)??;
-        Ok(socket)
-    }
-
-    fn connect_unix(
-        &self,
-        path: &PathBuf,
-        deadline: (Instant, Duration),
-    ) -> std::io::Result<OwnedFd> {
-        let address = SocketAddrUnix::new(path)?;
-        loop {
-            let socket = wire::stream_socket(AddressFamily::UNIX)?;
-            match rustix::net::connect(&socket, &address) {
-                Ok(()) => return Ok(socket),
-                // Its queue is full (Linux net/unix/af_unix.c, unix_stream_connect).
-                Err(Errno::AGAIN | Errno::INTR) if Instant::now() < deadline.0 => {}
-                Err(errno) => return Err(errno.into()),
-            }
-            let mut cancelled = [PollFd::from_borrowed_fd(self.cancel.event(), PollFlags::IN)];
-            poll_until(&mut cancelled, (Instant::now() + RETRY).min(deadline.0))?;
-            if self.cancel.is_cancelled() {
-                return Err(Errno::CANCELED.into());
-            }
-        }
+impl Connector {
+    fn peer(&self) -> String {
+        format!("the destination {}", self.address)
     }
 
     /// Creates a connection over a connected socket and completes its TLS handshake.
@@ -284,7 +183,7 @@ impl Dialer {
         let tls = self.tls.as_ref().map(TlsClient::connection).transpose()?;
         let limit = Limit::from_now(self.limits.greeting);
         let mut connection =
-            Connection::new(Wire::new(socket, tls), self.peer.clone(), limit, self.cancel.clone());
+            Connection::new(Wire::new(socket, tls), self.peer(), limit, self.cancel.clone());
         connection
             .handshake()
             .map_err(|error| connection.explain(&error, "while exchanging certificates"))?;
@@ -299,7 +198,8 @@ impl SourceSession {
     }
 
     /// Describes the machine, in the monitor's own format, and waits for the destination's answer.
-    /// Requests up to `streams` data streams. A refusal is [`SessionError::Refused`].
+    /// Requests up to `streams` data streams, but no more than there are sockets; those that are
+    /// not needed are closed. A refusal is [`SessionError::Refused`].
     pub fn setup<T: Serialize>(
         mut self,
         machine: &T,
@@ -307,7 +207,9 @@ impl SourceSession {
     ) -> Result<SourceAccepted, SessionError> {
         match self.negotiate(machine, streams) {
             Ok(acceptance) => {
-                Ok(SourceAccepted { control: self.control, dialer: self.dialer, acceptance })
+                let Self { control, connector, mut sockets, .. } = self;
+                sockets.truncate(usize::from(acceptance.streams));
+                Ok(SourceAccepted { control, connector, sockets, acceptance })
             }
             Err(error) => Err(self.control.end(error)),
         }
@@ -321,6 +223,7 @@ impl SourceSession {
         if !(1..=MOST_STREAMS).contains(&streams) {
             return Err(SessionError::Streams { asked: streams, most: MOST_STREAMS });
         }
+        let streams = u16::try_from(self.sockets.len()).map_or(streams, |most| streams.min(most));
         let body = serde_json::to_vec(&SetupBody { streams, machine }).map_err(|error| {
             SessionError::Malformed { peer: "this side".to_owned(), problem: error.to_string() }
         })?;
@@ -357,8 +260,8 @@ impl SourceAccepted {
     /// them.
     pub fn send_descriptors(&mut self, descriptors: &[BorrowedFd<'_>]) -> Result<(), SessionError> {
         const DOING: &str = "while sending it file descriptors";
-        if !matches!(self.dialer.endpoint, Endpoint::Unix(_)) {
-            return Err(SessionError::NoDescriptors { peer: self.dialer.peer.clone() });
+        if !matches!(self.connector.address, Address::Unix { .. }) {
+            return Err(SessionError::NoDescriptors { peer: self.connector.peer() });
         }
         let count =
             u16::try_from(descriptors.len()).ok().filter(|&count| count <= MOST_DESCRIPTORS);
@@ -381,19 +284,19 @@ impl SourceAccepted {
             .map_err(|error| connection.explain(&error, DOING))
     }
 
-    /// Opens the data streams, each a separate connection, in order of their numbers.
-    pub fn open_streams(self) -> Result<(SourceStreaming, Vec<Connection>), SessionError> {
+    /// Opens the data streams, each on a connection of its own, in order of their numbers.
+    pub fn open_streams(mut self) -> Result<(SourceStreaming, Vec<Connection>), SessionError> {
         match self.open() {
             Ok(streams) => Ok((SourceStreaming { control: self.control }, streams)),
             Err(error) => Err(self.control.end(error)),
         }
     }
 
-    fn open(&self) -> Result<Vec<Connection>, SessionError> {
+    fn open(&mut self) -> Result<Vec<Connection>, SessionError> {
         let session = self.acceptance.session;
         let mut streams: Vec<Connection> = Vec::new();
-        for stream in 0..self.acceptance.streams {
-            let mut connection = self.dialer.connection(self.dialer.socket()?)?;
+        for (stream, socket) in (0..).zip(std::mem::take(&mut self.sockets)) {
+            let mut connection = self.connector.connection(socket)?;
             let preamble = Role::Data { session, stream }.preamble();
             connection
                 .write_all(&preamble)

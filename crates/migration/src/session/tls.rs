@@ -1,7 +1,5 @@
 //! TLS 1.3 with certificates on both sides (RFC 8446), by rustls with the ring provider.
 
-use std::fmt::Display;
-use std::path::Path;
 use std::sync::Arc;
 
 use rustls::client::danger::HandshakeSignatureValid;
@@ -11,13 +9,13 @@ use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
 use rustls::{
     AlertDescription, CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName,
-    RootCertStore, ServerConfig, SignatureScheme,
+    ExtendedKeyPurpose, RootCertStore, ServerConfig, SignatureScheme,
 };
 use rustls_pki_types::pem::{Error as PemError, PemObject};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 
 use super::error::SessionError;
-use super::security::TlsFiles;
+use super::security::{TlsFile, TlsFiles};
 
 /// Detects servers and clients of other services in the handshake.
 const ALPN: &[u8] = b"ebb-migration";
@@ -44,7 +42,7 @@ impl TlsClient {
             named.map_or_else(|| peer_name("--to", host), |name| peer_name("--peer-name", name))?;
         let mut config = ClientConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&rustls::version::TLS13])
-            .map_err(|error| unusable("--tls-cert", &files.certificate, error))?
+            .map_err(|error| files.certificate.unusable(error))?
             .with_root_certificates(authorities(&files.authorities)?)
             .with_client_auth_cert(certificates(&files.certificate)?, key(&files.key)?)
             .map_err(|error| pair_unusable(files, &error))?;
@@ -67,7 +65,7 @@ impl TlsServer {
         let authorities = Arc::new(authorities(&files.authorities)?);
         let verifier = WebPkiClientVerifier::builder_with_provider(authorities, provider())
             .build()
-            .map_err(|error| unusable("--tls-ca", &files.authorities, error))?;
+            .map_err(|error| files.authorities.unusable(error))?;
         let names = files.peer_names.iter().map(|name| peer_name("--peer-name", name));
         let names = names.collect::<Result<Vec<_>, _>>()?;
         if names.is_empty() {
@@ -76,7 +74,7 @@ impl TlsServer {
         let verifier = Arc::new(NamedClients { authorities: verifier, names });
         let mut config = ServerConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&rustls::version::TLS13])
-            .map_err(|error| unusable("--tls-cert", &files.certificate, error))?
+            .map_err(|error| files.certificate.unusable(error))?
             .with_client_cert_verifier(verifier)
             .with_single_cert(certificates(&files.certificate)?, key(&files.key)?)
             .map_err(|error| pair_unusable(files, &error))?;
@@ -159,42 +157,29 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-fn unusable(option: &'static str, path: &Path, problem: impl Display) -> SessionError {
-    SessionError::TlsFile { option, path: path.to_owned(), problem: problem.to_string() }
-}
-
 fn pair_unusable(files: &TlsFiles, error: &rustls::Error) -> SessionError {
     let problem = match error {
         rustls::Error::InconsistentKeys(_) => {
             format!(
                 "it does not belong to the certificate in {}; give the certificate's own key",
-                files.certificate.display()
+                files.certificate.name().display()
             )
         }
         error => error.to_string(),
     };
-    unusable("--tls-key", &files.key, problem)
+    files.key.unusable(problem)
 }
 
 fn pem_problem(error: &PemError, wanted: &str) -> String {
     match error {
-        PemError::Io(error) => error.to_string(),
         PemError::NoItemsFound => format!("there is no {wanted} in it; a PEM file is needed"),
         error => format!("{error}; a PEM file is needed"),
     }
 }
 
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, SessionError> {
-    read_certificates("--tls-cert", path)
-}
-
-fn read_certificates(
-    option: &'static str,
-    path: &Path,
-) -> Result<Vec<CertificateDer<'static>>, SessionError> {
-    let failed = |error: PemError| unusable(option, path, pem_problem(&error, "certificate"));
-    let certificates = CertificateDer::pem_file_iter(path)
-        .map_err(failed)?
+fn certificates(file: &TlsFile) -> Result<Vec<CertificateDer<'static>>, SessionError> {
+    let failed = |error: PemError| file.unusable(pem_problem(&error, "certificate"));
+    let certificates = CertificateDer::pem_slice_iter(&file.read()?)
         .collect::<Result<Vec<_>, _>>()
         .map_err(failed)?;
     if certificates.is_empty() {
@@ -203,18 +188,17 @@ fn read_certificates(
     Ok(certificates)
 }
 
-fn authorities(path: &Path) -> Result<RootCertStore, SessionError> {
+fn authorities(file: &TlsFile) -> Result<RootCertStore, SessionError> {
     let mut store = RootCertStore::empty();
-    for certificate in read_certificates("--tls-ca", path)? {
-        store.add(certificate).map_err(|error| unusable("--tls-ca", path, error))?;
+    for certificate in certificates(file)? {
+        store.add(certificate).map_err(|error| file.unusable(error))?;
     }
     Ok(store)
 }
 
-fn key(path: &Path) -> Result<PrivateKeyDer<'static>, SessionError> {
-    PrivateKeyDer::from_pem_file(path).map_err(|error| {
-        unusable("--tls-key", path, pem_problem(&error, "unencrypted private key"))
-    })
+fn key(file: &TlsFile) -> Result<PrivateKeyDer<'static>, SessionError> {
+    PrivateKeyDer::from_pem_slice(&file.read()?)
+        .map_err(|error| file.unusable(pem_problem(&error, "unencrypted private key")))
 }
 
 /// Converts a TLS error into one for the operator, by the side that refused.
@@ -260,6 +244,16 @@ fn refused_here(error: &CertificateError) -> String {
         CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
             "if this is the intended peer, give the certificate's name with --peer-name"
         }
+        CertificateError::InvalidPurposeContext {
+            required: ExtendedKeyPurpose::ClientAuth,
+            ..
+        } => "a source needs one with the extended key usage clientAuth: issue one for sending",
+        CertificateError::InvalidPurposeContext {
+            required: ExtendedKeyPurpose::ServerAuth,
+            ..
+        } => {
+            "a destination needs one with the extended key usage serverAuth: issue one for receiving"
+        }
         _ => "make a new one",
     };
     format!("{error}; {advice}")
@@ -285,7 +279,8 @@ fn refused_there(alert: AlertDescription) -> Option<&'static str> {
              there"
         }
         AlertDescription::UnsupportedCertificate => {
-            "it is of a kind that the other side cannot use; make a new one"
+            "it is of a kind that the other side cannot use, or lacks the extended key usage of \
+             its role, clientAuth for a source and serverAuth for a destination; make a new one"
         }
         AlertDescription::CertificateUnknown
         | AlertDescription::AccessDenied

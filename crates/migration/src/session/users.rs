@@ -2,13 +2,15 @@
 
 use std::os::fd::AsFd;
 
+use rustix::process::Uid;
+
 use super::error::SessionError;
 
-/// Refuses processes of other users than this one's and root.
-pub(super) fn check(socket: impl AsFd, address: &str) -> Result<(), SessionError> {
+/// Refuses processes of other users than `ours` and root.
+pub(super) fn check(socket: impl AsFd, address: &str, ours: Uid) -> Result<(), SessionError> {
     let credentials = rustix::net::sockopt::socket_peercred(socket)
         .map_err(SessionError::system("read the peer's user id"))?;
-    let (theirs, ours) = (credentials.uid, rustix::process::geteuid());
+    let theirs = credentials.uid;
     if theirs == ours || theirs.is_root() {
         return Ok(());
     }

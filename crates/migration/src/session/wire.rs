@@ -1,6 +1,6 @@
-//! A non-blocking socket, with TLS or without.
+//! A socket that is never waited for, with TLS or without.
 
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -9,7 +9,8 @@ use std::time::Duration;
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvFlags, SendAncillaryBuffer, SendFlags, SocketFlags, SocketType,
+    AddressFamily, RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, SocketFlags,
+    SocketType,
 };
 
 /// A dead host is noticed after about this time even if nothing is to be sent.
@@ -24,6 +25,9 @@ const TLS_BUFFER_BYTES: usize = 256 << 10;
 
 /// Buffers that the system takes at a time (`UIO_MAXIOV`, Linux include/uapi/linux/uio.h).
 const MOST_BUFFERS: usize = 1024;
+
+/// A socket from another process may be blocking, or become so at any time.
+const SEND: SendFlags = SendFlags::NOSIGNAL.union(SendFlags::DONTWAIT);
 
 /// What is read ahead for TLS, which by itself would ask the system for 4 KiB at a time.
 const INBOX_BYTES: usize = 128 << 10;
@@ -59,10 +63,12 @@ struct Ahead<'a>(&'a OwnedFd, &'a mut Inbox);
 
 impl Read for Raw<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let (bytes, _) = rustix::io::retry_on_intr(|| {
-            rustix::net::recv(self.0, &mut *buffer, RecvFlags::empty())
+        let received = rustix::io::retry_on_intr(|| {
+            let mut buffers = [IoSliceMut::new(buffer)];
+            let mut nothing = RecvAncillaryBuffer::default();
+            rustix::net::recvmsg(self.0, &mut buffers, &mut nothing, RecvFlags::DONTWAIT)
         })?;
-        Ok(bytes)
+        Ok(received.bytes)
     }
 }
 
@@ -84,14 +90,14 @@ impl Read for Ahead<'_> {
 
 impl Write for Raw<'_> {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
-        Ok(rustix::io::retry_on_intr(|| rustix::net::send(self.0, buffer, SendFlags::NOSIGNAL))?)
+        self.write_vectored(&[IoSlice::new(buffer)])
     }
 
     fn write_vectored(&mut self, buffers: &[IoSlice<'_>]) -> io::Result<usize> {
         let buffers = &buffers[..buffers.len().min(MOST_BUFFERS)];
         let send = || {
             let mut nothing = SendAncillaryBuffer::default();
-            rustix::net::sendmsg(self.0, buffers, &mut nothing, SendFlags::NOSIGNAL)
+            rustix::net::sendmsg(self.0, buffers, &mut nothing, SEND)
         };
         Ok(rustix::io::retry_on_intr(send)?)
     }

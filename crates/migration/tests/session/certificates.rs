@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use ebb_migration::session::{Security, TlsFiles};
+use ebb_migration::session::{Security, SessionError, TlsFiles};
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
     KeyPair, KeyUsagePurpose, date_time_ymd,
@@ -13,6 +13,15 @@ use tempfile::TempDir;
 pub struct Authority {
     folder: TempDir,
     issuer: CertifiedIssuer<'static, KeyPair>,
+}
+
+/// The paths of [`TlsFiles`].
+#[derive(Clone)]
+pub struct Files {
+    pub certificate: PathBuf,
+    pub key: PathBuf,
+    pub authorities: PathBuf,
+    pub peer_names: Vec<String>,
 }
 
 /// Period in which a certificate is valid.
@@ -40,7 +49,7 @@ impl Authority {
 
     /// Issues a certificate for `name` (a host's name or address) with its key, for both roles. It
     /// trusts certificates of this authority for 127.0.0.1 and, as a destination, for a.example.
-    pub fn files(&self, name: &str, validity: &Validity) -> TlsFiles {
+    pub fn files(&self, name: &str, validity: &Validity) -> Files {
         self.files_for(
             name,
             validity,
@@ -54,7 +63,7 @@ impl Authority {
         name: &str,
         validity: &Validity,
         roles: &[ExtendedKeyUsagePurpose],
-    ) -> TlsFiles {
+    ) -> Files {
         let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         params.distinguished_name.push(DnType::CommonName, name);
         params.extended_key_usages = roles.to_vec();
@@ -69,12 +78,7 @@ impl Authority {
         let certificate_path = self.write(&format!("{serial}.pem"), &certificate.pem());
         let key_path = self.write(&format!("{serial}.key"), &key.serialize_pem());
         let peer_names = ["127.0.0.1", "a.example"].map(str::to_owned).to_vec();
-        TlsFiles {
-            certificate: certificate_path,
-            key: key_path,
-            authorities: self.path(),
-            peer_names,
-        }
+        Files { certificate: certificate_path, key: key_path, authorities: self.path(), peer_names }
     }
 
     pub fn write(&self, name: &str, text: &str) -> PathBuf {
@@ -86,6 +90,12 @@ impl Authority {
 }
 
 /// TLS security with these files.
-pub fn tls(files: TlsFiles) -> Security {
-    Security::Tls(files)
+pub fn tls(files: Files) -> Security {
+    try_tls(&files).unwrap()
+}
+
+/// The same, unless one cannot be opened.
+pub fn try_tls(files: &Files) -> Result<Security, SessionError> {
+    let Files { certificate, key, authorities, peer_names } = files;
+    TlsFiles::open(certificate, key, authorities, peer_names.clone()).map(Security::Tls)
 }

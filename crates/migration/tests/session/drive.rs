@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use ebb_migration::session::{
     Address, CancelHandle, Connection, Greeting, Listener, Outcome, Security, SessionError,
-    SourcePrepared, TimeLimits, connect,
+    SourcePrepared, SourceSession, TimeLimits, dial,
 };
 use serde::{Deserialize, Serialize};
 
@@ -63,6 +63,19 @@ pub fn unix(path: PathBuf) -> Address {
 
 pub fn listen(address: &Address, security: &Security, limits: &TimeLimits) -> Listener {
     Listener::bind(address, security, &greeting("destination 1"), limits, &handle()).unwrap()
+}
+
+/// Connects to `address` with enough sockets for [`STREAMS`] and exchanges hellos.
+pub fn connect(
+    address: &Address,
+    security: &Security,
+    greeting: &Greeting,
+    limits: &TimeLimits,
+    cancel: &CancelHandle,
+) -> Result<SourceSession, SessionError> {
+    security.check(address)?;
+    let sockets = dial(address, STREAMS, limits, cancel)?;
+    ebb_migration::session::connect(sockets, address, security, greeting, limits, cancel)
 }
 
 /// Data of a stream in the only round.

@@ -3,14 +3,12 @@
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use ebb_migration::session::{
-    Address, Listener, Security, SessionError, TimeLimits, TlsFiles, connect,
-};
+use ebb_migration::session::{Address, Listener, Security, SessionError, TimeLimits};
 
 use rcgen::ExtendedKeyUsagePurpose;
 
-use crate::certificates::{Authority, Validity, tls};
-use crate::drive::{self, DestinationEnd, SourceEnd, both, greeting, handle, listen};
+use crate::certificates::{Authority, Files, Validity, tls, try_tls};
+use crate::drive::{self, DestinationEnd, SourceEnd, both, connect, greeting, handle, listen};
 
 /// Returns the source's error at a destination, and the destination's log of it.
 fn refused(at_destination: &Security, at_source: &Security) -> (SessionError, String) {
@@ -48,7 +46,7 @@ fn a_certificate_must_be_for_the_host_or_the_configured_name() {
         let Address::Tcp { port, .. } = *listener.address() else { panic!("not TCP") };
         let destination = drive::spawn(listener);
         let files = authority.files("a.example", &Validity::Now);
-        let files = TlsFiles { peer_names: name.into_iter().map(str::to_owned).collect(), ..files };
+        let files = Files { peer_names: name.into_iter().map(str::to_owned).collect(), ..files };
         let end =
             drive::source(&Address::Tcp { host: host.to_owned(), port }, &tls(files), &limits);
         assert!(matches!(end, SourceEnd::Moved), "{end:?}");
@@ -133,7 +131,7 @@ fn a_destination_needs_the_names_of_its_sources() {
     let authority = Authority::new("authority");
     let bind = |names: &[&str]| {
         let peer_names = names.iter().map(|&name| name.to_owned()).collect();
-        let files = TlsFiles { peer_names, ..authority.files("127.0.0.1", &Validity::Now) };
+        let files = Files { peer_names, ..authority.files("127.0.0.1", &Validity::Now) };
         let limits = TimeLimits::default();
         Listener::bind(&drive::loopback(), &tls(files), &greeting("d"), &limits, &handle())
             .unwrap_err()
@@ -158,10 +156,14 @@ fn a_certificate_is_valid_only_for_its_role() {
     let sending = |name| {
         tls(authority.files_for(name, &Validity::Now, &[ExtendedKeyUsagePurpose::ClientAuth]))
     };
-    let (error, _) = refused(&receiving("127.0.0.1"), &receiving("a.example"));
+    let (error, logged) = refused(&receiving("127.0.0.1"), &receiving("a.example"));
     assert!(matches!(error, SessionError::CertificateRefusedThere { .. }), "{error:?}");
-    let (error, _) = refused(&sending("127.0.0.1"), &sending("a.example"));
+    assert!(error.to_string().contains("clientAuth"), "{error}");
+    assert!(logged.contains("extended key usage clientAuth"), "{logged}");
+    let (error, logged) = refused(&sending("127.0.0.1"), &sending("a.example"));
     assert!(matches!(error, SessionError::CertificateRefusedHere { .. }), "{error:?}");
+    assert!(error.to_string().contains("extended key usage serverAuth"), "{error}");
+    assert!(logged.contains("serverAuth"), "{logged}");
     let listener = listen(&drive::loopback(), &receiving("127.0.0.1"), &TimeLimits::default());
     let address = listener.address().clone();
     let destination = drive::spawn(listener);
@@ -233,31 +235,49 @@ fn tls_on_one_side_only_is_reported_as_such() {
 fn errors_of_files_name_the_option() {
     let authority = Authority::new("authority");
     let good = || authority.files("127.0.0.1", &Validity::Now);
-    let problem = |files: TlsFiles| {
+    let problem = |files: Files| {
         let address = drive::loopback();
         let limits = TimeLimits::default();
         let destination =
             Listener::bind(&address, &tls(files.clone()), &greeting("d"), &limits, &handle())
                 .unwrap_err();
         let address = "tcp:127.0.0.1:1".parse().unwrap();
+        // Found before anything connects.
         let source =
             connect(&address, &tls(files), &greeting("s"), &limits, &handle()).unwrap_err();
         assert!(matches!(source, SessionError::TlsFile { .. }), "{source:?}");
         assert_eq!(source.to_string(), destination.to_string());
         source.to_string()
     };
-    let text = problem(TlsFiles { certificate: "/nowhere/cert.pem".into(), ..good() });
+    let unopened = |files: Files| {
+        let error = try_tls(&files).unwrap_err();
+        assert!(matches!(error, SessionError::TlsFile { .. }), "{error:?}");
+        error.to_string()
+    };
+    let text = unopened(Files { certificate: "/nowhere/cert.pem".into(), ..good() });
     assert!(
         text.contains("--tls-cert")
             && text.contains("/nowhere/cert.pem")
             && text.contains("No such file"),
         "{text}"
     );
-    let text = problem(TlsFiles { key: authority.path(), ..good() });
+    // Reading these could wait for ever.
+    let fifo = authority.write("fifo", "");
+    std::fs::remove_file(&fifo).unwrap();
+    rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0)
+        .unwrap();
+    for path in [fifo, "/dev/zero".into()] {
+        let text = unopened(Files { key: path, ..good() });
+        assert!(text.contains("--tls-key") && text.contains("not a regular file"), "{text}");
+    }
+    let text =
+        problem(Files { authorities: authority.write("long.pem", &"a".repeat(2 << 20)), ..good() });
+    assert!(text.contains("longer than 1 MiB"), "{text}");
+    let text = problem(Files { key: authority.path(), ..good() });
     assert!(text.contains("--tls-key") && text.contains("no unencrypted private key"), "{text}");
-    let text = problem(TlsFiles { authorities: authority.write("empty.pem", "nothing"), ..good() });
+    let text = problem(Files { authorities: authority.write("empty.pem", "nothing"), ..good() });
     assert!(text.contains("--tls-ca") && text.contains("no certificate"), "{text}");
-    let text = problem(TlsFiles { key: good().key, ..good() });
+    let text = problem(Files { key: good().key, ..good() });
     assert!(text.contains("does not belong to the certificate"), "{text}");
 }
 

@@ -6,10 +6,10 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
-use ebb_migration::session::{Address, Security, SessionError, TimeLimits, connect};
+use ebb_migration::session::{Address, Security, SessionError, TimeLimits};
 
 use crate::drive::{
-    self, DestinationEnd, Machine, SourceEnd, both, greeting, handle, listen, machine,
+    self, DestinationEnd, Machine, SourceEnd, both, connect, greeting, handle, listen, machine,
 };
 
 #[test]

@@ -10,4 +10,5 @@ mod fuzz_smoke;
 mod local;
 mod proxy;
 mod reasons;
+mod sockets;
 mod strangers;

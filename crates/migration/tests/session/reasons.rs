@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use ebb_migration::session::{
     Address, CancelHandle, Cancellation, DestinationAccepted, Listener, Outcome, Security,
-    SessionError, SourceAccepted, TimeLimits, connect,
+    SessionError, SourceAccepted, TimeLimits,
 };
 
-use crate::drive::{self, Machine, greeting, handle, listen, machine, state};
+use crate::drive::{self, Machine, connect, greeting, handle, listen, machine, state};
 
 /// Both sides up to the acceptance of the machine.
 fn accepted(

@@ -6,10 +6,12 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use ebb_migration::session::{Address, Listener, Security, SessionError, TimeLimits, connect};
+use ebb_migration::session::{Address, Listener, Security, SessionError, TimeLimits};
 
 use crate::certificates::{Authority, Validity, tls};
-use crate::drive::{self, DestinationEnd, Machine, SourceEnd, greeting, handle, listen, machine};
+use crate::drive::{
+    self, DestinationEnd, Machine, SourceEnd, connect, greeting, handle, listen, machine,
+};
 
 fn dial(address: &Address) -> TcpStream {
     let Address::Tcp { port, .. } = *address else { panic!("not TCP") };

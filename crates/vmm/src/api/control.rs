@@ -94,7 +94,7 @@ impl Operation {
     /// Whether file descriptors may come with the request. They belong to the first request that is
     /// complete after their arrival: a client that sends some waits for earlier replies first.
     pub fn takes_descriptors(&self) -> bool {
-        matches!(self, Self::Snapshot(_))
+        matches!(self, Self::Snapshot(_) | Self::Migrate(_))
     }
 }
 

@@ -4,7 +4,6 @@
 //! would refuse an invalid value without naming its field.
 
 use std::fmt;
-use std::path::PathBuf;
 
 use schemars::generate::SchemaSettings;
 use schemars::{JsonSchema, Schema};
@@ -97,11 +96,6 @@ fn missing(name: &str, property: &Value) -> Problem {
     Problem::new(Status::UnprocessableContent, message)
         .with_field(name)
         .with_remedy(format!("send {}", wanted(property)))
-}
-
-/// The absolute path `path`, which is required together with other fields.
-pub(super) fn required_path(name: &str, path: Option<&PathBuf>) -> Result<PathBuf, Problem> {
-    path.cloned().ok_or_else(|| missing(name, &serde_json::json!({ "pattern": "^/" })))
 }
 
 /// Refuses a `value` that the schema `property` of the field `name` does not allow.

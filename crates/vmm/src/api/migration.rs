@@ -1,7 +1,5 @@
 //! Migration of a running machine to another monitor: documents.
 
-use std::path::PathBuf;
-
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -21,13 +19,17 @@ pub const MAX_DOWNTIME_MS: u64 = 60 * 1000;
 /// reasonable time.
 pub const MIN_BANDWIDTH_BYTES: u64 = 64 << 10;
 
-/// `PUT /vm/migrate`: the destination and options.
+/// `PUT /vm/migrate`: the destination and options. The monitor neither connects nor opens files, so
+/// file descriptors come with the request (`SCM_RIGHTS`, unix(7)): stream sockets that are connected
+/// to the receiver, one for control and one for each data stream; then, for TLS 1.3 with
+/// certificates on both sides, this side's certificate, its private key and the authorities that
+/// the receiver's certificate must come from, as PEM files. `ebb migrate` sends them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("required" = ["to"]))]
 pub struct MigrationRequest {
-    /// Address of the receiver: `tcp:HOST:PORT` with an IP address or `localhost` as the host (`ebb
-    /// migrate` resolves names), or `unix:PATH` with an absolute path.
+    /// Address of the receiver, `tcp:HOST:PORT` or `unix:PATH`. It names the receiver in messages
+    /// and, with TLS and without `tls_name`, in its certificate; the client has connected to it.
     #[schemars(extend("x-form" = "tcp:HOST:PORT or unix:PATH"))]
     pub to: String,
     /// Data streams, each with its own connection and thread.
@@ -53,16 +55,6 @@ pub struct MigrationRequest {
     pub zero_pages: bool,
     /// Skip memory that is not resident: never touched, reported as free, or in the balloon.
     pub holes: bool,
-    /// Absolute path of this side's certificate (PEM), for TLS 1.3 with certificates on both sides.
-    /// All three files, or none.
-    #[schemars(regex(pattern = "^/"))]
-    pub tls_cert: Option<PathBuf>,
-    /// Absolute path of this side's private key (PEM).
-    #[schemars(regex(pattern = "^/"))]
-    pub tls_key: Option<PathBuf>,
-    /// Absolute path of the authorities (PEM) that the receiver's certificate must come from.
-    #[schemars(regex(pattern = "^/"))]
-    pub tls_ca: Option<PathBuf>,
     /// Name in the receiver's certificate, if it is not the host of `to`.
     #[schemars(extend("x-form" = "the name in a certificate"))]
     pub tls_name: Option<String>,
@@ -87,9 +79,6 @@ impl Default for MigrationRequest {
             free_pages: FreePageChoice::Auto,
             zero_pages: true,
             holes: true,
-            tls_cert: None,
-            tls_key: None,
-            tls_ca: None,
             tls_name: None,
             insecure: false,
             share_memory: false,

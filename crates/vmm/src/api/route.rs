@@ -7,10 +7,10 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::control::Operation;
-use super::fields::{EmptyBody, Parameters, body, no_body, request_schema, required_path};
+use super::fields::{EmptyBody, Parameters, body, no_body, request_schema};
 use super::http::Request;
 use super::merge::MergeSettings;
-use super::migration::{MAX_MIGRATION_WAIT_MS, MigrationRequest};
+use super::migration::MAX_MIGRATION_WAIT_MS;
 use super::reply::{Problem, Status};
 
 /// The methods in use.
@@ -57,7 +57,9 @@ pub const ROUTES: [Route; 19] = [
     route_to(Method::Put, "/vm/power-button", |request| plain(request, Operation::PowerButton)),
     route_to(Method::Put, "/vm/trim", |request| plain(request, Operation::Trim)),
     route_to(Method::Put, "/vm/snapshot", |request| with(request, Operation::Snapshot)),
-    route_to(Method::Put, "/vm/migrate", migrate),
+    route_to(Method::Put, "/vm/migrate", |request| {
+        with(request, |migration| Operation::Migrate(Box::new(migration)))
+    }),
     route_to(Method::Get, "/vm/migration", migration),
     route_to(Method::Put, "/vm/migration/cancel", |request| {
         plain(request, Operation::CancelMigration)
@@ -130,21 +132,6 @@ fn migration(request: &Request<'_>) -> Result<Operation, Problem> {
     no_body(request)?;
     let wait_ms = parameters.integer("wait_ms")?.map(|wait_ms| wait_ms.min(MAX_MIGRATION_WAIT_MS));
     Ok(Operation::Migration { wait: wait_ms.map(Duration::from_millis) })
-}
-
-/// The files for TLS must be given together or not at all.
-fn migrate(request: &Request<'_>) -> Result<Operation, Problem> {
-    Parameters::of_query(request, &[])?;
-    let migration: MigrationRequest = body(request, EmptyBody::Refused)?;
-    let paths = [
-        ("tls_cert", &migration.tls_cert),
-        ("tls_key", &migration.tls_key),
-        ("tls_ca", &migration.tls_ca),
-    ];
-    if migration.tls_name.is_some() || paths.iter().any(|(_, path)| path.is_some()) {
-        paths.iter().try_for_each(|(name, path)| required_path(name, path.as_ref()).map(drop))?;
-    }
-    Ok(Operation::Migrate(Box::new(migration)))
 }
 
 fn set_merge(request: &Request<'_>) -> Result<Operation, Problem> {

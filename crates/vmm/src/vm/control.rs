@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::balloon;
-use super::migration::request::check_address;
+use super::migration::request::Order;
 use super::save::Save;
 use super::{Vm, lock};
 use crate::api::control::{ControlError, Document, Machine, Operation, Outcome};
@@ -36,7 +36,7 @@ impl Machine for Vm {
             Operation::Trim => Document::Trim(self.trim()?),
             Operation::Snapshot(target) => return self.snapshot(target, descriptors),
             Operation::Migrate(request) => {
-                self.migrate(*request)?;
+                self.migrate(*request, descriptors)?;
                 self.migrations.document()
             }
             Operation::Migration { wait } => return Ok(self.migrations.outcome(wait)),
@@ -187,11 +187,14 @@ impl Vm {
         Ok(save.outcome())
     }
 
-    fn migrate(&self, request: MigrationRequest) -> Result<(), ControlError> {
+    fn migrate(
+        &self,
+        request: MigrationRequest,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<(), ControlError> {
         match self.state() {
             VmState::Running | VmState::Paused => {
-                check_address(&request.to)?;
-                self.migrations.ask(request)
+                self.migrations.ask(Order::new(request, descriptors)?)
             }
             state => Err(ControlError::not_running(state)),
         }

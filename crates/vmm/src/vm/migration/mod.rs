@@ -21,14 +21,17 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use ebb_migration::session::CancelHandle;
+
 use super::save::Save;
 use super::{Vm, VmError};
 use crate::api::control::{BEING_MOVED, ControlError, Document, Outcome, TimeLeft, Wait};
-use crate::api::migration::{MigrationPhase, MigrationReport, MigrationRequest, MigrationStatus};
+use crate::api::migration::{MigrationPhase, MigrationReport, MigrationStatus};
 use crate::api::vm::{SnapshotReport, VmState};
 use crate::ending::join_until;
 use crate::exit::GuestExit;
 use crate::seccomp::{Filters, ThreadKind};
+use request::Order;
 
 /// How long the monitor waits for a client to read the report of a completed migration before it
 /// ends.
@@ -64,7 +67,7 @@ struct Slot {
 
 /// A job of the thread.
 enum Job {
-    Migrate(MigrationRequest),
+    Migrate(Box<Order>),
     Save(Arc<Save>),
 }
 
@@ -78,8 +81,8 @@ impl Migrations {
         self.lock().status.phase.is_active()
     }
 
-    /// Passes the request to the thread.
-    pub(super) fn ask(&self, request: MigrationRequest) -> Result<(), ControlError> {
+    /// Passes the order to the thread.
+    pub(super) fn ask(&self, order: Order) -> Result<(), ControlError> {
         let mut slot = self.lock();
         if slot.status.phase.is_active() {
             let to = slot.status.to.as_deref().unwrap_or_default();
@@ -92,11 +95,11 @@ impl Migrations {
         slot.check_free()?;
         slot.status = MigrationStatus {
             phase: MigrationPhase::Connecting,
-            to: Some(request.to.clone()),
+            to: Some(order.request.to.clone()),
             ..MigrationStatus::default()
         };
         slot.asked_at = Some(Instant::now());
-        slot.request = Some(Job::Migrate(request));
+        slot.request = Some(Job::Migrate(Box::new(order)));
         (slot.cancel, slot.cancelled, slot.committed, slot.report_read) =
             (None, false, false, false);
         self.changed.notify_all();
@@ -276,10 +279,12 @@ impl MigrationThread {
     /// Starts the thread, which waits for a request.
     pub(super) fn start(vm: &Arc<Vm>, filters: &Filters) -> Result<Self, VmError> {
         let (machine, filter) = (vm.clone(), filters.for_thread(ThreadKind::Migrate));
+        // Its descriptor cannot be created behind the filter.
+        let cancel = CancelHandle::new().map_err(VmError::host("create an event"))?;
         let thread = std::thread::Builder::new()
             .name("migrate".to_owned())
             .spawn(move || match filter.apply() {
-                Ok(()) => work(&machine),
+                Ok(()) => work(&machine, &cancel),
                 Err(error) => machine.exit.raise(GuestExit::Monitor { message: error.to_string() }),
             })
             .map_err(VmError::host("start the thread for migrations"))?;
@@ -297,23 +302,21 @@ impl Drop for MigrationThread {
     }
 }
 
-fn work(vm: &Arc<Vm>) {
+fn work(vm: &Arc<Vm>, cancel: &CancelHandle) {
     while let Some(job) = vm.migrations.next_request() {
-        let request = match job {
-            Job::Migrate(request) => request,
+        let order = match job {
+            Job::Migrate(order) => order,
             Job::Save(save) => {
                 vm.migrations.finish_save(&save, vm.write_snapshot(&save));
                 continue;
             }
         };
-        let report = source::migrate(vm, &request);
+        let to = order.request.to.clone();
+        cancel.reset();
+        let report = source::migrate(vm, *order, cancel);
         let status = report.status;
         if let Some(problem) = &report.error {
-            tracing::warn!(
-                "the migration to {} has ended as {}: {problem}",
-                request.to,
-                status.name()
-            );
+            tracing::warn!("the migration to {to} has ended as {}: {problem}", status.name());
         }
         if status == MigrationPhase::Completed {
             *super::lock(&vm.state) = VmState::Stopping;
@@ -321,7 +324,7 @@ fn work(vm: &Arc<Vm>) {
         vm.migrations.finish(report);
         if status == MigrationPhase::Completed {
             vm.migrations.wait_for_reader();
-            vm.exit.raise(GuestExit::Migrated { to: request.to });
+            vm.exit.raise(GuestExit::Migrated { to });
             return;
         }
     }

@@ -1,15 +1,15 @@
 //! A migration at the source, from the request to its end.
 
 use std::io::Write;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ebb_guest_ram::kvm_dirty::DirtyBitmap;
 use ebb_guest_ram::{InhibitReason, PageBitmap, SharedRam};
 use ebb_migration::session::{
-    self, Address, CancelHandle, Cancellation, Greeting, Outcome, SourcePrepared, SourceStreaming,
-    TimeLimits,
+    self, Address, CancelHandle, Cancellation, Greeting, Outcome, Security, SourcePrepared,
+    SourceStreaming, TimeLimits,
 };
 use ebb_migration::{
     BoxError, Cancel, DirtySource, FreePageSource, Guest, Phase, Precopy, Progress, Report,
@@ -18,7 +18,7 @@ use ebb_migration::{
 
 use super::guest::{MovedGuest, Stopped};
 use super::hints::FreePages;
-use super::request::{config, security};
+use super::request::{Order, config};
 use super::{Migrations, in_ms};
 use crate::api::migration::{
     FreePageChoice, MigrationPhase, MigrationReport, MigrationRequest, MigrationRound,
@@ -60,12 +60,15 @@ pub(in crate::vm) fn greeting() -> Greeting {
     Greeting { monitor: format!("ebb {}", env!("CARGO_PKG_VERSION")), capabilities: Vec::new() }
 }
 
-/// Migrates the machine; returns the report.
-pub(super) fn migrate(vm: &Arc<Vm>, request: &MigrationRequest) -> MigrationReport {
+/// Migrates the machine; returns the report. `cancel` is ready for this session.
+pub(super) fn migrate(vm: &Arc<Vm>, order: Order, cancel: &CancelHandle) -> MigrationReport {
     let cpu_before = monitor_time(vm);
     let mut report =
         MigrationReport { memory_bytes: vm.ram.size_bytes(), ..MigrationReport::default() };
-    let result = Migration { vm, migrations: &vm.migrations, request, report: &mut report }.run();
+    let Order { request, address, sockets, security } = order;
+    let request = &request;
+    let result = Migration { vm, migrations: &vm.migrations, request, report: &mut report }
+        .run(sockets, &address, &security, cancel);
     report.source_cpu_ms = in_ms(monitor_time(vm).saturating_sub(cpu_before));
     (report.status, report.error) = match result {
         Ok(()) => (MigrationPhase::Completed, None),
@@ -92,9 +95,14 @@ struct Migration<'a> {
 }
 
 impl Migration<'_> {
-    fn run(&mut self) -> Result<(), Broken> {
-        let address: Address = self.request.to.parse()?;
-        let (cancel, cancel_session) = (Cancel::new(), CancelHandle::new()?);
+    fn run(
+        &mut self,
+        sockets: Vec<OwnedFd>,
+        address: &Address,
+        security: &Security,
+        cancel_session: &CancelHandle,
+    ) -> Result<(), Broken> {
+        let cancel = Cancel::new();
         let (session, engine) = (cancel_session.clone(), cancel.clone());
         self.migrations.set_cancel(move || {
             // The session first: it knows whether it is too late.
@@ -104,15 +112,10 @@ impl Migration<'_> {
         });
 
         let limits = TimeLimits::default();
-        let session = session::connect(
-            &address,
-            &security(self.request),
-            &greeting(),
-            &limits,
-            &cancel_session,
-        )?;
+        let session =
+            session::connect(sockets, address, security, &greeting(), &limits, cancel_session)?;
         let mut description = self.vm.describe()?;
-        let shared = self.shared(&address)?;
+        let shared = self.shared(address)?;
         description.shared = shared.as_ref().map(|shared| shared.layout.clone());
         let streams = if shared.is_some() { 1 } else { self.request.streams };
         let mut accepted = session.setup(&description, streams)?;

@@ -1,11 +1,17 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
+use crate::api::migration::MigrationRequest;
 use crate::api::vm::SnapshotTarget;
+
+fn order(to: &str) -> Order {
+    let sockets = (0..2).map(|_| std::os::unix::net::UnixStream::pair().unwrap().0.into());
+    Order::new(MigrationRequest::new(to), sockets.collect()).unwrap()
+}
 
 fn asked() -> Migrations {
     let migrations = Migrations::default();
-    migrations.ask(MigrationRequest::new("unix:/there")).unwrap();
+    migrations.ask(order("unix:/there")).unwrap();
     migrations
 }
 
@@ -18,19 +24,19 @@ fn one_at_a_time() {
     let migrations = Migrations::default();
     assert_eq!(migrations.status(), MigrationStatus::default());
     assert!(!migrations.is_active());
-    migrations.ask(MigrationRequest::new("unix:/there")).unwrap();
+    migrations.ask(order("unix:/there")).unwrap();
     assert!(migrations.is_active());
-    let error = migrations.ask(MigrationRequest::new("unix:/elsewhere")).unwrap_err();
+    let error = migrations.ask(order("unix:/elsewhere")).unwrap_err();
     assert!(error.to_string().contains("unix:/there"), "{error}");
     assert!(matches!(
         migrations.next_request(),
-        Some(Job::Migrate(request)) if request.to == "unix:/there"
+        Some(Job::Migrate(order)) if order.request.to == "unix:/there"
     ));
     migrations.finish(ended(MigrationPhase::Failed));
     let status = migrations.status();
     assert_eq!((status.phase, status.bytes_sent), (MigrationPhase::Failed, 7));
     assert_eq!(status.report.unwrap().status, MigrationPhase::Failed);
-    migrations.ask(MigrationRequest::new("unix:/elsewhere")).unwrap();
+    migrations.ask(order("unix:/elsewhere")).unwrap();
     let status = migrations.status();
     assert_eq!((status.to.as_deref(), status.report), (Some("unix:/elsewhere"), None));
 }
@@ -84,7 +90,7 @@ fn the_end_of_the_monitor_cancels_and_ends_the_thread() {
     assert!(migrations.is_cancelled() && !migrations.commit());
     assert!(migrations.next_request().is_none());
     migrations.finish(ended(MigrationPhase::Cancelled));
-    assert!(migrations.ask(MigrationRequest::new("unix:/there")).is_err());
+    assert!(migrations.ask(order("unix:/there")).is_err());
 }
 
 fn save() -> Arc<Save> {
@@ -112,7 +118,7 @@ fn a_snapshot_and_a_migration_exclude_each_other() {
     // Requested, and then being written.
     for _ in 0..2 {
         let second = migrations.ask_save(&save()).unwrap_err();
-        let migration = migrations.ask(MigrationRequest::new("unix:/there")).unwrap_err();
+        let migration = migrations.ask(order("unix:/there")).unwrap_err();
         for error in [second, migration] {
             assert_eq!(error, ControlError::being_saved());
         }
@@ -123,7 +129,7 @@ fn a_snapshot_and_a_migration_exclude_each_other() {
     let report = Err(ControlError::failed("no room"));
     migrations.finish_save(&first, report);
     assert!(matches!(answer(first.outcome()), Some(Err(ControlError::Failed { .. }))));
-    migrations.ask(MigrationRequest::new("unix:/there")).unwrap();
+    migrations.ask(order("unix:/there")).unwrap();
 }
 
 #[test]
