@@ -92,6 +92,7 @@ impl Filters {
         if !switch.is_on() {
             return Ok(Self { programs: None, rights: ThreadRights::default() });
         }
+        handler::limit_arenas();
         let programs =
             ThreadKind::ALL.iter().map(|&kind| compile(kind)).collect::<Result<_, _>>()?;
         Ok(Self { programs: Some(Arc::new(programs)), rights: ThreadRights::default() })
@@ -214,27 +215,20 @@ const MAIN: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
-/// Calls of a migration: connections, certificates (read only), dirty logs, resident memory,
-/// threads for data streams, the locks of disks, the name of the socket that a receiver listened
-/// on, and files of snapshots that clients have opened.
+/// Calls of a migration: connections that exist, the listener of a receiver and the users at its
+/// other end, certificates (opened before), dirty logs, resident memory, threads for data streams,
+/// the locks of disks, the name of the socket that a receiver listened on, and files of snapshots
+/// that clients have opened.
 const MIGRATE: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_clone,
     libc::SYS_clone3,
-    libc::SYS_connect,
-    libc::SYS_eventfd2,
     libc::SYS_fadvise64,
     libc::SYS_fdatasync,
     libc::SYS_flock,
     libc::SYS_fstat,
     libc::SYS_ftruncate,
-    libc::SYS_getegid,
-    libc::SYS_geteuid,
-    libc::SYS_getgid,
-    libc::SYS_getpeername,
-    libc::SYS_getsockname,
     libc::SYS_getsockopt,
-    libc::SYS_getuid,
     libc::SYS_lseek,
     libc::SYS_membarrier,
     libc::SYS_mincore,
@@ -242,17 +236,12 @@ const MIGRATE: &[c_long] = &[
     libc::SYS_pread64,
     libc::SYS_pwrite64,
     libc::SYS_readv,
-    libc::SYS_recvfrom,
     libc::SYS_recvmsg,
+    // Threads of the standard library find their stack (glibc, pthread_getattr_np).
     libc::SYS_sched_getaffinity,
     libc::SYS_sendmsg,
-    libc::SYS_sendto,
-    libc::SYS_setsockopt,
     libc::SYS_shutdown,
-    libc::SYS_socket,
-    libc::SYS_statx,
     libc::SYS_sync_file_range,
-    libc::SYS_unlink,
     libc::SYS_unlinkat,
 ];
 
@@ -359,7 +348,11 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     // Files are opened for reading only.
     if !matches!(
         kind,
-        ThreadKind::Vcpu | ThreadKind::Device | ThreadKind::Console | ThreadKind::Companion
+        ThreadKind::Vcpu
+            | ThreadKind::Device
+            | ThreadKind::Console
+            | ThreadKind::Migrate
+            | ThreadKind::Companion
     ) {
         let writable = (libc::O_ACCMODE | libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC) as u64;
         rules.insert(libc::SYS_openat, vec![masked(2, writable, libc::O_RDONLY as u64)?]);
@@ -495,7 +488,6 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
             PAGEMAP_SCAN,
         ],
         ThreadKind::Migrate => &[
-            libc::FIONBIO,
             PAGEMAP_SCAN,
             KVM_GET_IRQCHIP,
             KVM_SET_IRQCHIP,

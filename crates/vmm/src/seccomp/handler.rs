@@ -2,6 +2,7 @@
 //! which the kernel sends SIGSYS, a handler prints the call.
 
 use std::io;
+use std::num::NonZero;
 use std::sync::Once;
 
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
@@ -21,6 +22,17 @@ pub(super) fn drop_all() -> io::Result<()> {
         CapabilitySets { effective: empty, permitted: empty, inheritable: empty },
     )?;
     Ok(())
+}
+
+/// Sets the allocator's limit of arenas to glibc's default for this number of processors. Without a
+/// limit, glibc reads that number from a file when a thread needs the ninth arena, which filters
+/// refuse (malloc/arena.c, `arena_get2`).
+pub(super) fn limit_arenas() {
+    const FOR_EACH_PROCESSOR: usize = 8;
+    let processors = std::thread::available_parallelism().map_or(2, NonZero::get);
+    let most = libc::c_int::try_from(processors * FOR_EACH_PROCESSOR).unwrap_or(libc::c_int::MAX);
+    // SAFETY: changes a number in the allocator; a failure leaves it as it was.
+    unsafe { libc::mallopt(libc::M_ARENA_MAX, most) };
 }
 
 /// Installs the handler, once per process.

@@ -89,6 +89,7 @@ fn threads_may_do_nothing_else() {
         assert_eq!(in_child(kind, create_a_vm), EXIT_CODE, "{kind:?}");
     }
     assert_eq!(in_child(ThreadKind::Vcpu, open_for_reading), EXIT_CODE);
+    assert_eq!(in_child(ThreadKind::Migrate, open_for_reading), EXIT_CODE);
 }
 
 /// Writes a snapshot into a client's file.
@@ -116,38 +117,68 @@ fn only_the_migration_thread_may_write_snapshots() {
     }
 }
 
-/// Connects, sends from a thread of its own and reads a file, as a migration does.
-fn send_over(path: &std::path::Path) {
-    use std::io::Write;
-    let connected = std::os::unix::net::UnixStream::connect(path).and_then(|mut stream| {
-        let sent = std::thread::scope(|scope| {
-            scope
-                .spawn(|| stream.write_all(b"memory"))
-                .join()
-                .unwrap_or_else(|_| Err(std::io::ErrorKind::Other.into()))
-        });
-        sent.and_then(|()| std::fs::read("/proc/self/statm"))
-            .and_then(|_| stream.set_nonblocking(true))
-    });
-    if connected.is_err() {
+/// Sends from a thread of its own over a connected socket, as a migration does.
+fn send_over(socket: &std::os::unix::net::UnixStream) {
+    let send = || {
+        rustix::net::sendmsg(
+            socket,
+            &[std::io::IoSlice::new(b"memory")],
+            &mut rustix::net::SendAncillaryBuffer::default(),
+            rustix::net::SendFlags::NOSIGNAL,
+        )
+    };
+    let sent = std::thread::scope(|scope| scope.spawn(send).join());
+    if !matches!(sent, Ok(Ok(_))) {
         // SAFETY: ends the child without running the parent's cleanup.
         unsafe { libc::_exit(1) };
     }
 }
 
 #[test]
-fn only_the_migration_thread_may_connect() {
+fn the_migration_thread_may_send_from_new_threads() {
     use std::io::Read;
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("socket");
-    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
-    assert_eq!(in_child(ThreadKind::Migrate, || send_over(&path)), 0);
+    let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+    assert_eq!(in_child(ThreadKind::Migrate, || send_over(&ours)), 0);
+    drop(ours);
     let mut received = String::new();
-    listener.accept().unwrap().0.read_to_string(&mut received).unwrap();
+    theirs.read_to_string(&mut received).unwrap();
     assert_eq!(received, "memory");
-    for kind in ThreadKind::ALL.into_iter().filter(|kind| *kind != ThreadKind::Migrate) {
-        assert_eq!(in_child(kind, || send_over(&path)), EXIT_CODE, "{kind:?}");
+}
+
+#[test]
+fn nobody_may_connect() {
+    use rustix::net::{AddressFamily, SocketType, connect_unspec, getsockname, socket};
+    let (ours, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+    let calls: [&dyn Fn(); 3] = [
+        &|| drop(socket(AddressFamily::UNIX, SocketType::STREAM, None)),
+        &|| {
+            let _ = connect_unspec(&ours);
+        },
+        &|| drop(getsockname(&ours)),
+    ];
+    for kind in ThreadKind::ALL {
+        for (index, call) in calls.iter().enumerate() {
+            assert_eq!(in_child(kind, call), EXIT_CODE, "{kind:?}: call {index}");
+        }
     }
+}
+
+/// As with one thread for each data stream.
+#[test]
+fn many_threads_of_a_migration_may_allocate() {
+    const THREADS: usize = 16;
+    let allocate = || {
+        let all_run = std::sync::Barrier::new(THREADS);
+        std::thread::scope(|scope| {
+            for _ in 0..THREADS {
+                scope.spawn(|| {
+                    drop(std::hint::black_box(vec![1u8; 64]));
+                    all_run.wait();
+                });
+            }
+        });
+    };
+    assert_eq!(in_child(ThreadKind::Migrate, allocate), 0);
 }
 
 #[test]
