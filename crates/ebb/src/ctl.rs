@@ -8,8 +8,9 @@ use std::time::Duration;
 use anyhow::Context as _;
 use ebb_vmm::api::{
     BalloonFeature, BalloonInfo, BalloonState, BalloonTarget, Client, ClientError,
-    FreePagesRequest, MAX_STATISTICS_INTERVAL_SECONDS, MergeSettings, SnapshotReport,
-    StatisticsDocument, StatisticsInterval, TrimReport, VmInfo, VmState, prometheus,
+    FreePagesRequest, MAX_STATISTICS_INTERVAL_SECONDS, MergeSettings, RateLimits, SnapshotReport,
+    StatisticsDocument, StatisticsInterval, TrimReport, VmInfo, VmState,
+    prometheus,
 };
 use ebb_vmm::config::Backing;
 use ebb_vmm::size::ByteSize;
@@ -20,6 +21,7 @@ use serde_json::json;
 use crate::flags::Settings;
 
 mod free_pages;
+mod limits;
 mod merge;
 #[cfg(test)]
 mod tests;
@@ -30,6 +32,7 @@ Examples:
   ebb ctl /tmp/vm.sock balloon set 1G
   ebb ctl /tmp/vm.sock statistics --json
   ebb ctl /tmp/vm.sock free-pages --min-order 9
+  ebb ctl /tmp/vm.sock limits disk0 --bandwidth 50M --ops 1000
   ebb ctl /tmp/vm.sock merge --run unmerge
   ebb ctl /tmp/vm.sock snapshot /tmp/vm.snapshot
 The same with curl: curl --unix-socket /tmp/vm.sock http://localhost/vm
@@ -99,6 +102,14 @@ enum Command {
     },
     /// Ask the guest which of its pages are free; its balloon driver must support Ebb's extension
     FreePages(Settings<FreePagesRequest>),
+    /// Show or change the limits of devices' requests
+    Limits {
+        /// The device to change: disk0 and further, rng
+        #[arg(value_name = "DEVICE")]
+        device: Option<String>,
+        #[command(flatten)]
+        change: Settings<RateLimits>,
+    },
     /// Show or change the merging of equal pages
     Merge(Settings<MergeSettings>),
     /// Show all counters
@@ -176,6 +187,9 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         }
         Command::FreePages(Settings(request)) => {
             show(out, form, &client.put_json("/balloon/free-pages", &request)?, free_pages::rows)
+        }
+        Command::Limits { device, change: Settings(limits) } => {
+            show(out, form, &limits::execute(device, limits, &client)?, limits::rows)
         }
         Command::Merge(Settings(change)) => {
             show(out, form, &merge::execute(&change, &client)?, merge::rows)

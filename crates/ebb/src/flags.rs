@@ -5,6 +5,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Arg, ArgMatches, Command, value_parser};
 use ebb_vmm::api::fields::{bounds, choices, request_schema};
 use ebb_vmm::config::Switch;
+use ebb_vmm::size::ByteSize;
 use ebb_vmm::words::{from_word, words};
 use schemars::{JsonSchema, Schema};
 use serde::de::DeserializeOwned;
@@ -45,6 +46,14 @@ fn option(name: &str, property: &Value) -> Arg {
             arg.value_parser(PossibleValuesParser::new(words))
         }
         (None, Some("boolean")) => arg.value_parser(word::<Switch>()),
+        _ if property["x-unit"] == "bytes" => {
+            let (least, most) = bounds(property);
+            arg.value_name("SIZE").value_parser(move |text: &str| {
+                let bytes = text.parse::<ByteSize>().map_err(|error| error.to_string())?.bytes();
+                let inside = (least..=most).contains(&bytes);
+                inside.then_some(bytes).ok_or_else(|| format!("give {least} to {most} bytes"))
+            })
+        }
         _ => {
             let (least, most) = bounds(property);
             arg.value_name("N").value_parser(value_parser!(u64).range(least..=most))

@@ -4,9 +4,10 @@
 use std::path::PathBuf;
 
 use ebb_kvm_clock::ClockPolicy;
+use ebb_vmm::config::limits::LIMITS_FORM;
 use ebb_vmm::config::merge::MERGE_FORM;
 use ebb_vmm::config::options::DISK_FORM;
-use ebb_vmm::config::{BootFiles, DiskConfig, MergeOverrides, RebootAction};
+use ebb_vmm::config::{BootFiles, DiskConfig, MergeOverrides, RateLimits, RebootAction};
 use ebb_vmm::snapshot::{DescribedPaths, Overrides};
 
 use crate::flags::word;
@@ -30,9 +31,13 @@ pub struct OverrideArgs {
     /// Action at a reboot of the guest: start it again, or end the monitor [default: as before]
     #[arg(long, value_parser = word::<RebootAction>())]
     on_reboot: Option<RebootAction>,
-    /// Image of a disk of the machine; give all of them in order. A read-only disk stays read-only
+    /// Image of a disk of the machine, and its limits; give all of them in order. A read-only disk
+    /// stays read-only
     #[arg(long, value_name = DISK_FORM)]
     disk: Vec<DiskConfig>,
+    /// Limits of the machine's entropy device [default: none]
+    #[arg(long, value_name = LIMITS_FORM, value_parser = RateLimits::parse_rng)]
+    rng: Option<RateLimits>,
     /// How equal pages of guest memory are merged from now on [default: not at all]
     #[arg(long, value_name = MERGE_FORM)]
     memory: Option<MergeOverrides>,
@@ -56,6 +61,7 @@ impl OverrideArgs {
             on_reboot: self.on_reboot,
             boot: self.kernel.map(|kernel| BootFiles { kernel, initrd }),
             disks: self.disk,
+            rng_limits: self.rng.unwrap_or_default(),
             merge: self.memory.unwrap_or_default(),
             described_paths: if self.trust_paths {
                 DescribedPaths::Trust

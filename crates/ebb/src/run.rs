@@ -4,9 +4,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use ebb_kvm_clock::ClockPolicy;
+use ebb_vmm::config::limits::LIMITS_FORM;
 use ebb_vmm::config::options::{self, BALLOON_FORM, DISK_FORM, MEMORY_FORM, NUMA_FORM};
 use ebb_vmm::config::{
-    BootFiles, ConfigError, DiskConfig, MemoryConfig, NumaNodeConfig, RebootAction, Switch,
+    BootFiles, ConfigError, DiskConfig, MemoryConfig, NumaNodeConfig, RateLimits, RebootAction,
     VmConfig,
 };
 use ebb_vmm::exit::GuestExit;
@@ -65,11 +66,16 @@ pub struct Args {
     #[arg(long, value_name = BALLOON_FORM, default_value = "reporting=on")]
     balloon: String,
     /// A raw disk image; give one for each disk
+    ///
+    /// bandwidth (bytes) and ops (requests) limit what the guest transfers in a second, also at run
+    /// time with `ebb ctl SOCKET limits`. The bursts, what may pass at once after an idle time, are
+    /// a tenth of that by default.
     #[arg(long, value_name = DISK_FORM)]
     disk: Vec<DiskConfig>,
-    /// An entropy device
-    #[arg(long)]
-    rng: bool,
+    /// An entropy device, with limits like those of a disk
+    #[arg(long, value_name = LIMITS_FORM, num_args = 0..=1, default_missing_value = "")]
+    #[arg(value_parser = RateLimits::parse_rng)]
+    rng: Option<RateLimits>,
     /// Action at a reboot of the guest: start it again, or end the monitor
     #[arg(long, default_value = "reset", value_parser = word::<RebootAction>())]
     on_reboot: RebootAction,
@@ -91,7 +97,7 @@ impl Args {
             numa: self.numa,
             balloon: options::parse_balloon(&self.balloon)?,
             disks: self.disk,
-            rng: Switch::from_bool(self.rng),
+            rng: self.rng,
             serial: self.host.serial(),
             api: self.host.api,
             seccomp: self.host.seccomp,

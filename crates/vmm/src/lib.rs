@@ -14,6 +14,7 @@
 //! | [`snapshot`] | a virtual machine in a file |
 //! | [`vm`] | the whole machine: built, run, paused, reset, saved, restored, moved |
 //! | [`api`] | the control socket |
+//! | [`token_bucket`] | how much may pass in a time |
 //! | [`words`] | names of enum values, from their serde declarations |
 //! | [`seccomp`] | system call filters |
 //! | [`isolation`] | the user, namespaces and limits of a running monitor, and its companion |
@@ -35,5 +36,6 @@ pub mod probe;
 pub mod seccomp;
 pub mod size;
 pub mod snapshot;
+pub mod token_bucket;
 pub mod vm;
 pub mod words;

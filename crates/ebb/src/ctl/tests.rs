@@ -249,3 +249,21 @@ fn a_snapshot_is_created_with_the_rights_of_the_client() {
     assert!(machine.error(&command).contains("paused"));
     assert_eq!(names(&machine.folder), before, "nothing is left");
 }
+
+#[test]
+fn limits_are_shown_and_changed() {
+    let machine = machine(Mood::Willing);
+    assert_eq!(value(&machine.ctl("limits"), "disk0"), "no limit; 5 requests delayed");
+    let table = machine.ctl("limits disk0 --bandwidth 2M --bandwidth-burst 4K --ops 7");
+    assert_eq!(
+        value(&table, "disk0"),
+        "2.0 MiB/s (burst 4.0 KiB), 7 requests/s; 5 requests delayed"
+    );
+    assert_eq!(machine.vm.state().limits.bandwidth, Some(2 << 20));
+    let json = machine.json("limits disk0 --bandwidth 0");
+    assert_eq!(json["devices"][0]["bandwidth"], Value::Null);
+    assert_eq!(json["devices"][0]["ops"], 7);
+    assert!(machine.error("limits disk0").contains("--bandwidth"));
+    assert!(machine.error("limits --ops 5").contains("name the device"));
+    assert!(machine.error("limits disk0 --bandwidth 2000T").contains("bytes"));
+}

@@ -3,15 +3,17 @@
 use std::fs;
 
 use ebb_agent::protocol::Command;
+use ebb_vmm::api::{LimitsChange, LimitsInfo, RateLimits};
 
 use crate::guest::{Guest, MIB};
-use crate::harness::{Scene, Test};
+use crate::harness::{Scene, Test, eventually};
 use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
     Test::new("devices::disk_writes_and_reads", 180, disk_writes_and_reads),
     Test::new("devices::readonly_disk_refuses", 180, readonly_disk_refuses),
+    Test::new("devices::limited_disk", 180, limited_disk),
     Test::new("devices::entropy", 180, entropy),
 ];
 
@@ -79,8 +81,35 @@ fn readonly_disk_refuses(scene: &Scene) {
     assert_eq!(run_shell(&other, "head -c 3 /dev/vda")["stdout"], "ZZZ");
 }
 
+/// A machine whose disk waits for its limit can be paused, and continues when the limit is removed.
+fn limited_disk(scene: &Scene) {
+    let path = scene.path("disk");
+    fs::write(&path, vec![0x5a; 32 * MIB as usize]).unwrap();
+    // Enough for what the guest reads at its start; the rest would take months.
+    let disk = format!("path={},bandwidth=1,bandwidth_burst=4M", path.display());
+    let guest = Setup::new(scene).args(["--disk", &disk]).start();
+    let argv = ["/bin/busybox", "sh", "-c", "cat /dev/vda > /dev/null"].map(str::to_owned).to_vec();
+    let reads = guest.send(Command::Exec { argv });
+    eventually("a request is delayed", 60, || {
+        let limits: LimitsInfo = guest.client().get("/limits").unwrap();
+        let disk = &limits.devices[0];
+        if disk.device == "disk0" && disk.delayed_requests > 0 {
+            Ok(())
+        } else {
+            Err(format!("{disk:?}"))
+        }
+    });
+    guest.put("/vm/pause");
+    guest.put("/vm/resume");
+    assert_eq!(guest.poll(reads), None);
+    let limits = RateLimits { bandwidth: Some(0), ..RateLimits::default() };
+    let change = LimitsChange { device: "disk0".to_owned(), limits };
+    let _: LimitsInfo = guest.client().put_json("/limits", &change).unwrap();
+    assert_eq!(guest.outcome(reads).unwrap()["code"], 0);
+}
+
 fn entropy(scene: &Scene) {
-    let guest = Setup::new(scene).args(["--rng"]).start();
+    let guest = Setup::new(scene).args(["--rng", "bandwidth=64K"]).start();
     let current = guest.read_file("/sys/class/misc/hw_random/rng_current");
     assert!(current.starts_with("virtio_rng"), "{current}");
     let read = || {

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::balloon::{BalloonInfo, BalloonTarget, StatisticsDocument, StatisticsInterval};
 use super::free_pages::{FreePagesReport, FreePagesRequest};
+use super::limits::{LimitsChange, LimitsInfo};
 use super::merge::{MergeInfo, MergeSettings};
 use super::metrics::Metrics;
 use super::migration::{MigrationRequest, MigrationStatus};
@@ -80,6 +81,10 @@ pub enum Operation {
     /// `PUT /balloon/free-pages`: asks the guest which of its pages are free; one request at a
     /// time.
     FreePages(FreePagesRequest),
+    /// `GET /limits`: limits of devices' requests.
+    Limits,
+    /// `PUT /limits`: changes the limits of a device; requests that wait are considered again.
+    SetLimits(LimitsChange),
     /// `GET /merge`: state, settings and statistics of same-page merging.
     Merge,
     /// `PUT /merge`: changes how pages are merged. Waits for settings to take effect, but not for
@@ -126,6 +131,7 @@ pub enum Document {
     Balloon(BalloonInfo),
     Statistics(StatisticsDocument),
     FreePages(FreePagesReport),
+    Limits(LimitsInfo),
     Merge(Box<MergeInfo>),
     #[serde(skip)]
     Metrics(Box<Metrics>),

@@ -23,6 +23,8 @@ pub struct Metrics {
     pub balloon: Option<BalloonMetrics>,
     /// Counters of same-page merging; `None` without merging.
     pub merge: Option<MergeStatistics>,
+    /// Requests that had to wait for a limit, by device.
+    pub delayed_requests: Vec<KindCount>,
     /// vCPU exits by kind, all vCPUs together; empty if they are not counted.
     pub vcpu_exits: Vec<KindCount>,
 }

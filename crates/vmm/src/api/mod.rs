@@ -7,7 +7,7 @@
 //! | module | what |
 //! | --- | --- |
 //! | [`control`] | operations of a [`Machine`], and their results |
-//! | [`vm`], [`balloon`], [`free_pages`], [`merge`], [`migration`] | documents |
+//! | [`vm`], [`balloon`], [`free_pages`], [`limits`], [`merge`], [`migration`] | documents |
 //! | [`metrics`], [`prometheus`] | counters, and their text format |
 //! | [`http`] | bytes -> [`http::Request`], pure |
 //! | [`route`], [`fields`] | [`http::Request`] -> [`Operation`], pure |
@@ -27,6 +27,7 @@ pub mod control;
 pub mod fields;
 pub mod free_pages;
 pub mod http;
+pub mod limits;
 pub mod merge;
 pub mod metrics;
 pub mod migration;
@@ -46,6 +47,7 @@ pub use client::{Client, ClientError};
 pub use control::*;
 pub use descriptors::MAX_DESCRIPTORS;
 pub use free_pages::*;
+pub use limits::*;
 pub use merge::*;
 pub use metrics::*;
 pub use migration::*;

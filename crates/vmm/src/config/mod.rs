@@ -4,6 +4,7 @@
 //! anything is opened, mapped or started, so that an invalid request costs nothing. [`options`]
 //! parses them from `key=value` text.
 
+pub mod limits;
 pub mod merge;
 pub mod options;
 
@@ -19,6 +20,7 @@ use crate::isolation::IsolationConfig;
 use crate::size::ByteSize;
 
 pub use ebb_guest_ram::Backing;
+pub use limits::RateLimits;
 pub use merge::{MergeBackend, MergeConfig, MergeOverrides};
 
 /// The smallest guest RAM, in bytes.
@@ -65,8 +67,8 @@ pub struct VmConfig {
     pub balloon: Option<BalloonDeviceConfig>,
     /// Block devices in the order in which the guest sees them.
     pub disks: Vec<DiskConfig>,
-    /// Whether the guest gets a virtio entropy device.
-    pub rng: Switch,
+    /// The entropy device with its limits; `None` leaves it out.
+    pub rng: Option<RateLimits>,
     /// Backend of the guest's first serial line.
     pub serial: SerialConfig,
     /// Path of the API socket.
@@ -226,6 +228,10 @@ pub struct DiskConfig {
     /// Refuse the guest's writes.
     #[serde(with = "as_bool")]
     pub readonly: Switch,
+    /// Limits of its requests, which the host of the moment sets: not part of the machine's
+    /// description.
+    #[serde(skip)]
+    pub limits: RateLimits,
 }
 
 /// Backend of the guest's first serial line.

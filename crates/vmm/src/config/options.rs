@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 
 use super::{
     BalloonDeviceConfig, ConfigError, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides,
-    NumaNodeConfig, SerialConfig, Switch,
+    NumaNodeConfig, RateLimits, SerialConfig, Switch,
 };
 use crate::isolation::CgroupConfig;
 use crate::size::ByteSize;
@@ -62,7 +62,7 @@ impl<'a> Pairs<'a> {
         )
     }
 
-    fn take_parsed<T: FromStr>(
+    pub(super) fn take_parsed<T: FromStr>(
         &mut self,
         key: &str,
         expected: &str,
@@ -73,7 +73,7 @@ impl<'a> Pairs<'a> {
         }
     }
 
-    fn take_size(&mut self, key: &str) -> Result<Option<ByteSize>, ConfigError> {
+    pub(super) fn take_size(&mut self, key: &str) -> Result<Option<ByteSize>, ConfigError> {
         self.take_parsed(key, "a number of bytes, with K, M, G or T for powers of 1024")
     }
 
@@ -100,6 +100,23 @@ impl<'a> Pairs<'a> {
         Ok(self.take_word(key)?.unwrap_or(default))
     }
 
+    /// `value`, if it is at most `most`.
+    pub(super) fn within(&self, key: &str, value: u64, most: u64) -> Result<u64, ConfigError> {
+        if value <= most {
+            return Ok(value);
+        }
+        Err(self.error(key, &value.to_string(), &format!("at most {most}")))
+    }
+
+    /// The error for a burst without its limit.
+    pub(super) fn without_limit(&self, key: &str) -> ConfigError {
+        ConfigError::new(
+            self.option,
+            format!("`{key}` has no limit to belong to"),
+            format!("give {} as well", key.trim_end_matches("_burst")),
+        )
+    }
+
     pub(super) fn finish(self) -> Result<(), ConfigError> {
         match self.entries.first() {
             None => Ok(()),
@@ -122,7 +139,8 @@ pub const BALLOON_FORM: &str = "off, or [size=0][,reporting=on|off][,hinting=on|
     [,deflate_on_oom=on|off][,poison=on|off][,statistics=on|off|SECONDS][,page_bitmap=on|off]\
     [,page_ranges=on|off][,host_requests=on|off][,verify_reports=on|off]";
 /// Form of `--disk`.
-pub const DISK_FORM: &str = "path=FILE[,readonly=on|off]";
+pub const DISK_FORM: &str = "path=FILE[,readonly=on|off][,bandwidth=SIZE][,bandwidth_burst=SIZE]\
+    [,ops=N][,ops_burst=N]";
 /// Form of `--serial`.
 pub const SERIAL_FORM: &str = "tty, stdio, null or file=PATH[,max=SIZE]";
 /// Form of `--cgroup`.
@@ -257,8 +275,9 @@ impl FromStr for DiskConfig {
             ConfigError::new("--disk", "`path` is missing", format!("use {DISK_FORM}"))
         })?;
         let readonly = pairs.take_switch("readonly", Switch::Off)?;
+        let limits = RateLimits::take(&mut pairs)?;
         pairs.finish()?;
-        Ok(Self { path, readonly })
+        Ok(Self { path, readonly, limits })
     }
 }
 

@@ -12,7 +12,7 @@ fn config(memory: &str, cpus: u8, numa: &[&str]) -> VmConfig {
         numa: numa.iter().map(|node| node.parse().unwrap()).collect(),
         balloon: Some(BalloonDeviceConfig::default()),
         disks: Vec::new(),
-        rng: Off,
+        rng: None,
         serial: SerialConfig::Null,
         api: None,
         seccomp: On,

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::SnapshotError;
 use crate::config::{
     BalloonDeviceConfig, BootFiles, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides,
-    NumaNodeConfig, RebootAction, SerialConfig, Switch, VmConfig,
+    NumaNodeConfig, RateLimits, RebootAction, SerialConfig, Switch, VmConfig,
 };
 use crate::isolation::IsolationConfig;
 use crate::size::ByteSize;
@@ -82,6 +82,8 @@ pub struct Overrides {
     pub boot: Option<BootFiles>,
     /// Images of the disks: none, or one for each.
     pub disks: Vec<DiskConfig>,
+    /// Limits of the entropy device; those of disks are in `disks`.
+    pub rng_limits: RateLimits,
     /// Same-page merging.
     pub merge: MergeOverrides,
     /// Handling of paths that are not given here.
@@ -99,6 +101,7 @@ impl Default for Overrides {
             on_reboot: None,
             boot: None,
             disks: Vec::new(),
+            rng_limits: RateLimits::default(),
             merge: MergeOverrides::default(),
             described_paths: DescribedPaths::default(),
         }
@@ -124,7 +127,7 @@ impl MachineConfig {
                 ..balloon.clone()
             }),
             disks: config.disks.clone(),
-            rng: config.rng.is_on(),
+            rng: config.rng.is_some(),
             restarts: config.on_reboot == RebootAction::Reset,
             clock: config.clock,
         }
@@ -187,7 +190,7 @@ impl MachineConfig {
             numa: self.numa,
             balloon: self.balloon,
             disks,
-            rng: Switch::from_bool(self.rng),
+            rng: self.rng.then_some(overrides.rng_limits),
             serial: overrides.serial,
             api: overrides.api,
             seccomp: overrides.seccomp,

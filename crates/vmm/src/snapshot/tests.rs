@@ -14,7 +14,7 @@ use super::processor::Processor;
 use super::state::InterruptControllers;
 use super::*;
 use crate::config::{
-    BootFiles, DiskConfig, MergeBackend, MergeConfig, RebootAction, Switch, VmConfig,
+    BootFiles, DiskConfig, MergeBackend, MergeConfig, RateLimits, RebootAction, Switch, VmConfig,
 };
 use crate::devices::serial::SavedSerial;
 use crate::isolation::IsolationConfig;
@@ -36,7 +36,7 @@ fn config() -> VmConfig {
         ],
         balloon: crate::config::options::parse_balloon("hinting=off,poison=off").unwrap(),
         disks: vec!["path=/disk,readonly=on".parse().unwrap()],
-        rng: Switch::On,
+        rng: Some(RateLimits::default()),
         serial: crate::config::SerialConfig::Null,
         api: Some("/run/api".into()),
         seccomp: Switch::Off,
@@ -163,7 +163,11 @@ fn the_configuration_round_trips() {
     assert_eq!(MachineConfig::of(&config), saved);
     assert_eq!(config.on_reboot, RebootAction::Exit);
 
-    let disk = |path: &str| DiskConfig { path: path.into(), readonly: Switch::Off };
+    let disk = |path: &str| DiskConfig {
+        path: path.into(),
+        readonly: Switch::Off,
+        limits: RateLimits::default(),
+    };
     let readonly = |path: &str| DiskConfig { readonly: Switch::On, ..disk(path) };
     let disks = |disks| saved.clone().into_vm_config(Overrides { disks, ..Overrides::default() });
     // A guest with a read-only disk would notice if it became writable.
@@ -242,7 +246,11 @@ fn no_path_of_a_description_is_opened() {
 #[test]
 fn a_description_with_very_many_disks_gets_a_short_error() {
     let mut machine = machine();
-    let disk = DiskConfig { path: "x".repeat(5000).into(), readonly: Switch::Off };
+    let disk = DiskConfig {
+        path: "x".repeat(5000).into(),
+        readonly: Switch::Off,
+        limits: RateLimits::default(),
+    };
     machine.disks = vec![disk; 10_000];
     let text = machine.into_vm_config(Overrides::default()).unwrap_err().to_string();
     assert!(text.len() < 2000 && text.contains("9996 more disks"), "{text}");

@@ -12,6 +12,7 @@ use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::control::ProcessMemory;
+use super::limits::Throttled;
 use super::merge::Merging;
 use super::migration::description::capabilities;
 use super::snapshot::capture_interrupts;
@@ -58,6 +59,7 @@ struct Assembly<'a> {
     devices: Vec<MmioDevice>,
     workers: Vec<Worker>,
     managed: Vec<Arc<Mutex<dyn ManagedDevice>>>,
+    throttled: Vec<Throttled>,
 }
 
 /// Origin of a machine.
@@ -130,6 +132,7 @@ pub(super) fn build(
         devices: Vec::new(),
         workers: Vec::new(),
         managed: Vec::new(),
+        throttled: Vec::new(),
     };
     let input_read = event()?;
     let serial = assembly.add_serial(&config, &input_read)?;
@@ -146,10 +149,10 @@ pub(super) fn build(
         let block = Block::open(disk, index, ram.memory().clone(), lock)?;
         assembly.add_virtio(&format!("disk{index}"), block)?;
     }
-    if config.rng.is_on() {
-        assembly.add_virtio("rng", Rng::new(ram.memory().clone()))?;
+    if let Some(limits) = config.rng {
+        assembly.add_virtio("rng", Rng::new(ram.memory().clone(), limits))?;
     }
-    let Assembly { buses, devices, workers, managed, .. } = assembly;
+    let Assembly { buses, devices, workers, managed, throttled, .. } = assembly;
 
     let vcpus = Vcpu::create_all(&kvm, &vm_fd, &cpuid, config.cpus)?;
     let tsc = set_tsc_frequency(&kvm, &vcpus, &Processor::of(&cpuid).vendor(), origin.tsc_khz())?;
@@ -173,6 +176,7 @@ pub(super) fn build(
         balloon,
         workers,
         devices: managed,
+        throttled,
         cpuid,
         msrs,
         capabilities: capabilities(&kvm),
@@ -448,6 +452,13 @@ impl Assembly<'_> {
         self.vm_fd
             .register_irqfd(&wires.interrupt, gsi)
             .map_err(VmError::kvm("wire an interrupt line"))?;
+        if let Some(throttle) = device.throttle() {
+            self.throttled.push(Throttled {
+                device: name.to_owned(),
+                throttle: throttle.clone(),
+                wake: wires.wake.clone(),
+            });
+        }
         let notify = IoEventAddress::Mmio(
             address + u64::from(virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY),
         );

@@ -56,6 +56,11 @@ impl Machine for Vm {
                 Document::Balloon(self.balloon_info()?)
             }
             Operation::FreePages(request) => return self.free_pages(request),
+            Operation::Limits => Document::Limits(self.limits()),
+            Operation::SetLimits(change) => {
+                self.set_limits(&change)?;
+                Document::Limits(self.limits())
+            }
             Operation::Merge => Document::Merge(Box::new(self.merging.info()?)),
             Operation::SetMerge(change) => {
                 self.not_given_away()?;
@@ -215,6 +220,7 @@ impl Vm {
             balloon: self.balloon.as_ref().map(|shared| balloon::metrics(&lock(shared))),
             // Unreadable statistics are omitted here; `GET /merge` reports the error.
             merge: self.merging.statistics().ok().flatten(),
+            delayed_requests: self.delayed_requests(),
             vcpu_exits: vec![
                 count("port_in", &counters.port_in),
                 count("port_out", &counters.port_out),

@@ -5,6 +5,7 @@ mod build;
 mod control;
 mod event_loop;
 mod free_pages;
+mod limits;
 mod merge;
 mod migration;
 mod save;
@@ -46,6 +47,7 @@ use crate::snapshot::SnapshotError;
 use crate::snapshot::state::InterruptControllers;
 
 use control::ProcessMemory;
+use limits::Throttled;
 use merge::Merging;
 use migration::Migrations;
 use migration::description::Incompatible;
@@ -195,6 +197,8 @@ pub struct Vm {
     balloon: Option<SharedTransport>,
     /// All virtio devices in slot order.
     devices: Vec<Arc<Mutex<dyn ManagedDevice>>>,
+    /// Those of them whose requests can be limited.
+    throttled: Vec<Throttled>,
     /// The processor as vCPU 0 sees it.
     cpuid: CpuId,
     /// The model specific registers of each vCPU.

@@ -53,6 +53,8 @@ pub struct State {
     pub descriptors: Option<usize>,
     /// Operation of merging.
     pub merge_run: MergeRun,
+    /// The limits of the only device, `disk0`.
+    pub limits: RateLimits,
 }
 
 /// All counters of merging.
@@ -185,6 +187,7 @@ impl TestVm {
             migration: None,
             descriptors: None,
             merge_run: MergeRun::Merge,
+            limits: RateLimits::default(),
         };
         Self { shared: Arc::new(Shared { state: Mutex::new(state), asked: Condvar::new() }) }
     }
@@ -272,6 +275,11 @@ impl Machine for TestVm {
                 Document::Balloon(self.balloon()?)
             }
             Operation::FreePages(request) => return self.request_free_pages(request),
+            Operation::Limits => Document::Limits(self.limits()?),
+            Operation::SetLimits(change) => {
+                self.set_limits(&change)?;
+                Document::Limits(self.limits()?)
+            }
             Operation::Merge => Document::Merge(Box::new(self.merge()?)),
             Operation::SetMerge(change) => {
                 {
@@ -445,6 +453,22 @@ impl TestVm {
         })
     }
 
+    fn limits(&self) -> Result<LimitsInfo, ControlError> {
+        let limits = self.change(Needs::Nothing)?.limits;
+        let disk = DeviceLimits { device: "disk0".into(), limits, delayed_requests: 5 };
+        Ok(LimitsInfo { devices: vec![disk] })
+    }
+
+    fn set_limits(&self, change: &LimitsChange) -> Result<(), ControlError> {
+        let mut state = self.change(Needs::Nothing)?;
+        let invalid = |field| ControlError::Invalid { field, message: field.into(), remedy: None };
+        if change.device != "disk0" {
+            return Err(invalid("device"));
+        }
+        state.limits = state.limits.changed(&change.limits).map_err(invalid)?;
+        Ok(())
+    }
+
     fn metrics() -> Metrics {
         Metrics {
             memory_bytes: MEMORY_BYTES,
@@ -461,6 +485,7 @@ impl TestVm {
                 ..BalloonMetrics::default()
             }),
             merge: Some(counted()),
+            delayed_requests: vec![KindCount::new("disk0", 5)],
             vcpu_exits: vec![KindCount::new("io", 17)],
         }
     }

@@ -37,6 +37,7 @@ fn schemas() -> Map<String, Value> {
     replies.subschema_for::<StatisticsDocument>();
     replies.subschema_for::<FreePagesReport>();
     replies.subschema_for::<MigrationStatus>();
+    replies.subschema_for::<LimitsInfo>();
     replies.subschema_for::<MergeInfo>();
     replies.subschema_for::<ErrorDocument>();
     let mut schemas = replies.take_definitions(false);
@@ -54,6 +55,7 @@ fn schemas() -> Map<String, Value> {
         request::<BalloonTarget>("BalloonTarget"),
         request::<StatisticsInterval>("StatisticsInterval"),
         request::<FreePagesRequest>("FreePagesRequest"),
+        request::<LimitsChange>("LimitsChange"),
         request::<MergeSettings>("MergeChange"),
     ]);
     schemas["MergeChange"]["minProperties"] = 1.into();
@@ -149,6 +151,7 @@ fn provocation(method: &str, path: &str, status: &str) -> (Mood, &'static str, &
         ("PUT", "/balloon") => r#"{"target_bytes": 4096}"#,
         ("PUT", "/vm/snapshot") => r#"{"path": "/tmp/x"}"#,
         ("PUT", "/vm/migrate") => r#"{"to": "unix:/tmp/x"}"#,
+        ("PUT", "/limits") => r#"{"device": "disk0", "ops": 5}"#,
         ("PUT", "/merge") => r#"{"run": "stop"}"#,
         ("PUT", "/balloon/statistics-interval") => r#"{"interval_seconds": 1}"#,
         _ => "",
@@ -210,6 +213,8 @@ fn no_status_is_undocumented() {
         r#"{"interval_seconds": -1}"#,
         r#"{"min_order": 19}"#,
         r#"{"min_order": 18, "timeout_ms": 0}"#,
+        r#"{"device": "disk9", "bandwidth": 1}"#,
+        r#"{"device": "disk0", "ops_burst": 1}"#,
         r#"{"to": ""}"#,
         r#"{"run": "unmerge", "cpu_percent": 10}"#,
         r#"{"run": "dance"}"#,

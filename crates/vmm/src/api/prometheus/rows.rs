@@ -54,7 +54,7 @@ const fn row<T>(name: &'static str, help: &'static str, value: fn(&T) -> Sampled
 }
 
 /// With the prefix `ebb_`.
-pub(super) const MACHINE: [Row<Metrics>; 7] = [
+pub(super) const MACHINE: [Row<Metrics>; 8] = [
     row("memory_bytes", "Guest memory, including pages in the balloon.", |m| m.memory_bytes.into()),
     row("guest_resident_bytes", "Resident guest memory.", |m| m.guest_resident_bytes.into()),
     row("guest_shared_bytes", "Mappings of shared pages in guest memory.", |m| {
@@ -75,6 +75,9 @@ pub(super) const MACHINE: [Row<Metrics>; 7] = [
     ),
     row("uptime_seconds", "Time since the vCPUs were started.", |m| {
         Sampled::Milliseconds(m.uptime_ms)
+    }),
+    row("delayed_requests_total", "Requests that had to wait for a limit, by device.", |m| {
+        Sampled::Kinds(m.delayed_requests.clone())
     }),
     row("vcpu_exits_total", "vCPU exits to the monitor, by kind.", |m| {
         Sampled::Kinds(m.vcpu_exits.clone())

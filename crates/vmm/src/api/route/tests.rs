@@ -4,6 +4,7 @@ use super::super::reply::Persistence;
 use super::*;
 use crate::api::balloon::{BalloonTarget, StatisticsInterval};
 use crate::api::free_pages::FreePagesRequest;
+use crate::api::limits::{LimitsChange, RateLimits};
 use crate::api::merge::MergeRun;
 use crate::api::migration::{AtTimeLimit, FreePageChoice, MigrationRequest};
 use crate::api::vm::SnapshotTarget;
@@ -43,6 +44,20 @@ fn finds_every_operation() {
             Operation::Snapshot(SnapshotTarget { path: "/a b/c".into() }),
         ),
         ("PUT", "/vm/kill", "\n", Operation::Kill),
+        ("GET", "/limits", "", Operation::Limits),
+        (
+            "PUT",
+            "/limits",
+            r#"{"device": "disk0", "bandwidth": 7, "ops_burst": 0}"#,
+            Operation::SetLimits(LimitsChange {
+                device: "disk0".to_owned(),
+                limits: RateLimits {
+                    bandwidth: Some(7),
+                    ops_burst: Some(0),
+                    ..RateLimits::default()
+                },
+            }),
+        ),
         ("GET", "/merge", "", Operation::Merge),
         (
             "PUT",

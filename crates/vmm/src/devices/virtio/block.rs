@@ -5,16 +5,18 @@ use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_guest_ram::{GuestMemory, WriteLogSlice};
 use rustix::fs::{Advice, FileType, FlockOperation, Stat};
 use thiserror::Error;
 use virtio_bindings::virtio_blk as blk;
-use virtio_queue::{DescriptorChain, Queue, QueueState, QueueT, Reader, Writer};
+use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueState, QueueT, Reader, Writer};
 use vm_memory::ByteValued;
 
 use super::state::DeviceState;
+use super::throttle::{Admission, Throttle};
 use super::{VirtioDevice, Work};
 use crate::config::{DiskConfig, Switch};
 use crate::file::{Access, open_image};
@@ -105,6 +107,7 @@ pub struct Block {
     /// Linux reports a failed write-back once for each open file (errseq_t): what the other one
     /// reports must not be missing from the guest's flush or from the hand-over.
     writeback: Option<File>,
+    throttle: Arc<Throttle>,
 }
 
 /// A processed request.
@@ -179,19 +182,28 @@ impl Block {
             queue: None,
             write_through: false,
             writeback,
+            throttle: Arc::new(Throttle::new(config.limits, Instant::now())),
         })
     }
 
-    fn serve(&self, chain: &DescriptorChain<&GuestMemory>) -> Served {
+    /// Processes a request; `None` if it must wait for the limits.
+    fn serve(&self, chain: &DescriptorChain<&GuestMemory>) -> Option<Served> {
         let mut served = Served { written: 0, transferred: 0, synced: false };
         let (Ok(mut reader), Ok(mut writer)) =
             (chain.clone().reader(&self.memory), chain.clone().writer(&self.memory))
         else {
-            return served;
+            return Some(served);
         };
         // The status byte is the last byte that the device may write.
-        let Some(data_bytes) = writer.available_bytes().checked_sub(1) else { return served };
-        let Ok(mut status_writer) = writer.split_at(data_bytes) else { return served };
+        let Some(data_bytes) = writer.available_bytes().checked_sub(1) else {
+            return Some(served);
+        };
+        let Ok(mut status_writer) = writer.split_at(data_bytes) else { return Some(served) };
+        let payload = reader.available_bytes().saturating_sub(size_of::<RequestHeader>());
+        let bytes = payload.saturating_add(data_bytes).min(MAX_TRANSFER_BYTES) as u64;
+        if self.throttle.admit(bytes, Instant::now()) == Admission::Later {
+            return None;
+        }
         let status = match reader.read_obj::<RequestHeader>() {
             Ok(header) => {
                 let writes = header.kind == blk::VIRTIO_BLK_T_OUT;
@@ -206,7 +218,7 @@ impl Block {
         if status_writer.write_all(&[status as u8]).is_ok() {
             served.written += 1;
         }
-        served
+        Some(served)
     }
 
     fn transfer<'a>(
@@ -323,6 +335,10 @@ impl VirtioDevice for Block {
         vec![QUEUE_SIZE]
     }
 
+    fn throttle(&self) -> Option<&Arc<Throttle>> {
+        Some(&self.throttle)
+    }
+
     fn disk_bytes(&self) -> Option<u64> {
         Some(self.sectors * SECTOR_BYTES)
     }
@@ -358,7 +374,11 @@ impl VirtioDevice for Block {
                 work.more = false;
                 break;
             };
-            let served = self.serve(&chain);
+            let Some(served) = self.serve(&chain) else {
+                queue.go_to_previous_position();
+                work.more = false;
+                break;
+            };
             if queue.add_used(&self.memory, chain.head_index(), served.written).is_err() {
                 crate::devices::guest_log!("virtio-blk: the used ring cannot be written");
                 work.more = false;

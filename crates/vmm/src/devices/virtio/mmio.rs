@@ -7,6 +7,7 @@ use std::fs::File;
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use ebb_guest_ram::GuestMemory;
 use virtio_bindings::virtio_config::{
@@ -18,6 +19,7 @@ use virtio_queue::{Queue, QueueT};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::state::{DeviceDescription, SavedQueue, TransportState};
+use super::throttle::Throttle;
 use super::{VirtioDevice, Work};
 use crate::devices::bus::{BusDevice, ExclusiveDevice};
 
@@ -139,7 +141,8 @@ impl<D: VirtioDevice> MmioTransport<D> {
 
     /// Processes a queue; called by the worker thread.
     pub fn process_queue(&mut self, index: usize) -> Work {
-        if !self.active {
+        let waits = |throttle: &Arc<Throttle>| throttle.resume_at().is_some();
+        if !self.active || self.device.throttle().is_some_and(waits) {
             return Work::default();
         }
         let work = self.device.process_queue(index);
@@ -149,12 +152,19 @@ impl<D: VirtioDevice> MmioTransport<D> {
         work
     }
 
+    /// Time of the next [`on_timer`](Self::on_timer).
+    pub fn deadline(&self) -> Option<Instant> {
+        let throttled = self.device.throttle().and_then(|throttle| throttle.resume_at());
+        self.device.deadline().into_iter().chain(throttled).min().filter(|_| self.active)
+    }
+
     /// Runs the device's due timers; called by the worker thread.
-    pub fn on_timer(&mut self, now: std::time::Instant) -> Work {
+    pub fn on_timer(&mut self, now: Instant) -> Work {
         if !self.active {
             return Work::default();
         }
-        let work = self.device.on_timer(now);
+        let mut work = self.device.on_timer(now);
+        work.more |= self.device.throttle().is_some_and(|throttle| throttle.resume(now));
         if work.interrupt {
             self.interrupt(INTERRUPT_USED);
         }

@@ -5,15 +5,18 @@ pub mod block;
 pub mod mmio;
 pub mod rng;
 pub mod state;
+pub mod throttle;
 pub mod worker;
 
 use std::fs::File;
 use std::io;
+use std::sync::Arc;
 use std::time::Instant;
 
 use virtio_queue::{Queue, QueueState};
 
 use state::DeviceState;
+use throttle::Throttle;
 
 /// Result of a notification or timer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -46,6 +49,11 @@ pub trait VirtioDevice: Send {
 
     /// Size of the image in bytes, for a disk.
     fn disk_bytes(&self) -> Option<u64> {
+        None
+    }
+
+    /// The limits of its requests, for a device that asks them before each one.
+    fn throttle(&self) -> Option<&Arc<Throttle>> {
         None
     }
 

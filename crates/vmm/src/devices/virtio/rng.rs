@@ -1,11 +1,17 @@
 //! Entropy device (virtio 1.3 section 5.4): fills the driver's buffers from the host's random
 //! number generator.
 
+use std::sync::Arc;
+use std::time::Instant;
+
 use ebb_guest_ram::GuestMemory;
-use virtio_queue::{Queue, QueueState, QueueT};
+use virtio_queue::desc::split::Descriptor;
+use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::Bytes;
 
+use super::throttle::{Admission, Throttle};
 use super::{VirtioDevice, Work};
+use crate::config::RateLimits;
 
 const DEVICE_ID: u32 = 4;
 const QUEUE_SIZE: u16 = 64;
@@ -18,12 +24,14 @@ const BYTES_A_BUFFER: usize = 4096;
 pub struct Rng {
     memory: GuestMemory,
     queue: Option<Queue>,
+    throttle: Arc<Throttle>,
 }
 
 impl Rng {
     /// Creates a device whose buffers are in `memory`.
-    pub fn new(memory: GuestMemory) -> Self {
-        Self { memory, queue: None }
+    pub fn new(memory: GuestMemory, limits: RateLimits) -> Self {
+        let throttle = Arc::new(Throttle::new(limits, Instant::now()));
+        Self { memory, queue: None, throttle }
     }
 }
 
@@ -38,6 +46,10 @@ impl VirtioDevice for Rng {
 
     fn queue_sizes(&self) -> Vec<u16> {
         vec![QUEUE_SIZE]
+    }
+
+    fn throttle(&self) -> Option<&Arc<Throttle>> {
+        Some(&self.throttle)
     }
 
     fn read_config(&self, _offset: u64, _data: &mut [u8]) {}
@@ -55,8 +67,16 @@ impl VirtioDevice for Rng {
         for _ in 0..BUFFERS_A_CALL {
             let Some(chain) = queue.pop_descriptor_chain(&self.memory) else { return work };
             let head = chain.head_index();
+            // The guest could change them between the limit and the write.
+            let buffers: Vec<Descriptor> = chain.writable().collect();
+            let requested = buffers.iter().map(|buffer| u64::from(buffer.len())).sum::<u64>();
+            let bytes = requested.min(BYTES_A_BUFFER as u64);
+            if self.throttle.admit(bytes, Instant::now()) == Admission::Later {
+                queue.go_to_previous_position();
+                return work;
+            }
             let mut written = 0;
-            for descriptor in chain.writable() {
+            for descriptor in buffers {
                 let length = (descriptor.len() as usize).min(BYTES_A_BUFFER - written);
                 let mut bytes = [0; BYTES_A_BUFFER];
                 let random = &mut bytes[..length];

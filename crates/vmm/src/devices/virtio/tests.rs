@@ -12,7 +12,7 @@ use vm_memory::{Bytes, GuestAddress};
 use super::block::{Block, DiskLock};
 use super::rng::Rng;
 use super::{VirtioDevice, Work};
-use crate::config::{DiskConfig, Switch};
+use crate::config::{DiskConfig, RateLimits, Switch};
 
 const MEMORY_BYTES: u64 = 1 << 20;
 const RING_SIZE: u16 = 16;
@@ -83,8 +83,13 @@ fn image() -> tempfile::NamedTempFile {
 }
 
 fn disk(image: &tempfile::NamedTempFile, readonly: Switch, memory: &GuestMemory) -> Block {
-    let config = DiskConfig { path: image.path().to_owned(), readonly };
+    let config =
+        DiskConfig { path: image.path().to_owned(), readonly, limits: RateLimits::default() };
     Block::open(&config, 0, memory.clone(), DiskLock::Now).unwrap()
+}
+
+fn entropy(memory: GuestMemory) -> Rng {
+    Rng::new(memory, RateLimits::default())
 }
 
 /// A request of a header, `length` bytes of data and a status byte.
@@ -161,7 +166,7 @@ fn pages_written_by_devices_are_logged() {
     // Used ring, status byte, data.
     let disk_pages = written(read(), &|memory| drive(&mut disk(&image, Switch::Off, memory)));
     assert_eq!(disk_pages, [0x3, 0x10, 0x11]);
-    let random_pages = written(random(), &|memory| drive(&mut Rng::new(memory.clone())));
+    let random_pages = written(random(), &|memory| drive(&mut entropy(memory.clone())));
     assert_eq!(random_pages, [0x3, 0x10, 0x11]);
 }
 
@@ -192,7 +197,11 @@ fn a_disk_has_one_writer() {
     let image = image();
     let memory = request(blk::VIRTIO_BLK_T_IN, 0, 512);
     let first = disk(&image, Switch::Off, &memory);
-    let config = DiskConfig { path: image.path().to_owned(), readonly: Switch::On };
+    let config = DiskConfig {
+        path: image.path().to_owned(),
+        readonly: Switch::On,
+        limits: RateLimits::default(),
+    };
     let error = Block::open(&config, 1, memory.clone(), DiskLock::Now).err().unwrap().to_string();
     assert!(error.contains("in use"), "{error}");
     drop(first);
@@ -202,11 +211,24 @@ fn a_disk_has_one_writer() {
 #[test]
 fn entropy_fills_writable_buffers() {
     let memory = memory(&[Descriptor { address: DATA, length: 64, flags: WRITE, next: 0 }], &[0]);
-    assert!(drive(&mut Rng::new(memory.clone())).interrupt);
+    assert!(drive(&mut entropy(memory.clone())).interrupt);
     assert_eq!(memory.read_obj::<u32>(GuestAddress(USED + 8)).unwrap(), 64);
     let mut bytes = [0; 64];
     memory.read_slice(&mut bytes, GuestAddress(DATA)).unwrap();
     assert_ne!(bytes, [0; 64]);
+}
+
+#[test]
+fn limited_entropy_stays_in_the_queue() {
+    let buffer = Descriptor { address: DATA, length: 64, flags: WRITE, next: 0 };
+    let memory = memory(&[buffer], &[0, 0, 0]);
+    let limits =
+        RateLimits { bandwidth: Some(1), bandwidth_burst: Some(128), ..RateLimits::default() };
+    let mut device = Rng::new(memory.clone(), limits);
+    assert!(drive(&mut device).interrupt);
+    assert_eq!(memory.read_obj::<u16>(GuestAddress(USED + 2)).unwrap(), 2);
+    assert_eq!(device.queue_states()[0].next_avail, 2);
+    assert_eq!(device.throttle().unwrap().delayed(), 1);
 }
 
 fn descriptor() -> impl Strategy<Value = Descriptor> {
@@ -227,6 +249,6 @@ proptest! {
         let image = image();
         drive(&mut disk(&image, Switch::Off, &memory(&descriptors, &heads)));
         prop_assert_eq!(image.as_file().metadata().unwrap().len(), (DISK_SECTORS * 512) as u64);
-        drive(&mut Rng::new(memory(&descriptors, &heads)));
+        drive(&mut entropy(memory(&descriptors, &heads)));
     }
 }

@@ -3,17 +3,23 @@
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::VirtioDevice;
 use super::mmio::MmioTransport;
+use super::{VirtioDevice, Work};
 use crate::ending::{Ended, join_until};
 use crate::exit::{ExitSignal, GuestExit};
 use crate::file::readable;
 use crate::seccomp::{Filters, ThreadKind};
+
+/// Notifications in a row that found nothing to do, from which on the next one is looked at after
+/// [`REST`] only. A guest can notify much faster than a thread wakes up.
+const MOST_IN_VAIN: u32 = 64;
+/// Time for which notifications remain in their counters then.
+const REST: Duration = Duration::from_millis(1);
 
 /// Whether the device may work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -152,6 +158,8 @@ fn run<D: VirtioDevice>(
 ) -> io::Result<()> {
     // Queues to process; an interrupted one remains set.
     let mut pending = vec![true; kicks.len()];
+    let mut notified = Notified::No;
+    let mut in_vain = 0_u32;
     loop {
         let mode = control.observe(|| lock(transport).device_mut().quiesce());
         if mode == Mode::Stopping {
@@ -159,6 +167,7 @@ fn run<D: VirtioDevice>(
         }
         let parked = mode == Mode::Paused;
         let mut deadline = None;
+        let mut worked = false;
         if !parked {
             for (index, pending) in pending.iter_mut().enumerate().filter(|(_, pending)| **pending)
             {
@@ -168,6 +177,7 @@ fn run<D: VirtioDevice>(
                     let work = transport.process_queue(index);
                     (work, work.deferred.then(|| transport.device().deferred_work()).flatten())
                 };
+                worked |= work != Work::default();
                 *pending = work.more;
                 if let Some(deferred_work) = deferred_work {
                     deferred_work();
@@ -175,35 +185,49 @@ fn run<D: VirtioDevice>(
             }
             let now = Instant::now();
             let mut transport = lock(transport);
-            if transport.is_active()
-                && transport.device().deadline().is_some_and(|deadline| deadline <= now)
+            if transport.deadline().is_some_and(|deadline| deadline <= now)
+                && transport.on_timer(now).more
             {
-                transport.on_timer(now);
+                pending.fill(true);
             }
-            deadline = transport.is_active().then(|| transport.device().deadline()).flatten();
+            deadline = transport.deadline();
         }
-        let timeout = if !parked && pending.contains(&true) {
-            Some(Timespec { tv_sec: 0, tv_nsec: 0 })
-        } else {
-            deadline.map(|deadline| {
-                let left = deadline.saturating_duration_since(Instant::now());
-                Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
-            })
+        in_vain = match notified {
+            _ if worked => 0,
+            Notified::Yes => in_vain.saturating_add(1),
+            Notified::No => in_vain,
         };
-        wait(kicks, control, timeout, parked, &mut pending)?;
+        let rests = notified == Notified::Yes && in_vain >= MOST_IN_VAIN;
+        let timeout = if !parked && pending.contains(&true) {
+            Some(Duration::ZERO)
+        } else {
+            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            left.into_iter().chain(rests.then_some(REST)).min()
+        };
+        // While parked, notifications remain in their counters, too.
+        let watched = if parked || rests { &[][..] } else { kicks };
+        notified = wait(watched, control, timeout, &mut pending)?;
     }
+}
+
+/// Whether the guest has notified a queue.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Notified {
+    Yes,
+    No,
 }
 
 /// Waits for a notification, a wake-up or the timeout, and marks the queues to process.
 fn wait(
-    kicks: &[Arc<EventFd>],
+    watched: &[Arc<EventFd>],
     control: &Control,
-    timeout: Option<Timespec>,
-    parked: bool,
+    timeout: Option<Duration>,
     pending: &mut [bool],
-) -> io::Result<()> {
-    // While parked, notifications remain in their counters.
-    let watched = if parked { &[][..] } else { kicks };
+) -> io::Result<Notified> {
+    let timeout = timeout.map(|left| Timespec {
+        tv_sec: left.as_secs() as i64,
+        tv_nsec: i64::from(left.subsec_nanos()),
+    });
     let mut fds: Vec<PollFd<'_>> = Vec::with_capacity(watched.len() + 1);
     fds.push(readable(&control.wake));
     fds.extend(watched.iter().map(|kick| readable(kick)));
@@ -216,13 +240,15 @@ fn wait(
         let _ = control.wake.read();
         pending.fill(true);
     }
+    let mut notified = Notified::No;
     for (index, kick) in watched.iter().enumerate() {
         if ready[index + 1] {
             let _ = kick.read();
             pending[index] = true;
+            notified = Notified::Yes;
         }
     }
-    Ok(())
+    Ok(notified)
 }
 
 #[cfg(test)]

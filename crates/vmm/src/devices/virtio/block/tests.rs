@@ -9,6 +9,7 @@ use virtio_queue::QueueT;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::*;
+use crate::config::RateLimits;
 
 const FLUSH: u64 = 1 << blk::VIRTIO_BLK_F_FLUSH;
 const RING: u16 = 64;
@@ -21,7 +22,11 @@ const DATA: u64 = 0x10000;
 const MEMORY_BYTES: usize = 1 << 20;
 
 fn open(path: &Path, memory: &GuestMemory) -> Result<Block, DiskError> {
-    let config = DiskConfig { path: path.to_owned(), readonly: Switch::Off };
+    open_limited(path, memory, RateLimits::default())
+}
+
+fn open_limited(path: &Path, memory: &GuestMemory, limits: RateLimits) -> Result<Block, DiskError> {
+    let config = DiskConfig { path: path.to_owned(), readonly: Switch::Off, limits };
     Block::open(&config, 0, memory.clone(), DiskLock::Later)
 }
 
@@ -95,6 +100,47 @@ fn a_call_ends_after_a_flush_and_after_some_mebibytes() {
     }
 }
 
+/// A request that must wait stays in the queue, as part of what a snapshot saves, and a reset by
+/// the driver fills no bucket.
+#[test]
+fn a_limited_disk_leaves_requests_in_the_queue() {
+    let image = tempfile::NamedTempFile::new().unwrap();
+    image.as_file().set_len(1 << 20).unwrap();
+    let limits =
+        RateLimits { bandwidth: Some(1), bandwidth_burst: Some(2 * 4096), ..RateLimits::default() };
+    let (memory, queue) = requests(blk::VIRTIO_BLK_T_IN, 4096, 5);
+    let mut disk = open_limited(image.path(), &memory, limits).unwrap();
+    disk.activate(FLUSH, vec![queue]).unwrap();
+    let work = disk.process_queue(0);
+    assert!(work.interrupt && !work.more);
+    assert_eq!(completed(&memory), 2);
+    assert_eq!(disk.queue_states()[0].next_avail, 2);
+    assert_eq!(disk.throttle.delayed(), 1);
+    assert!(disk.throttle.resume_at().is_some());
+
+    let state = disk.queue_states().remove(0);
+    disk.reset();
+    disk.activate(FLUSH, vec![Queue::try_from(state).unwrap()]).unwrap();
+    disk.process_queue(0);
+    assert_eq!(completed(&memory), 2);
+
+    disk.throttle.set(RateLimits::default(), Instant::now());
+    while disk.process_queue(0).more {}
+    assert_eq!(completed(&memory), 5);
+}
+
+#[test]
+fn a_request_above_the_burst_is_served() {
+    let image = tempfile::NamedTempFile::new().unwrap();
+    image.as_file().set_len(1 << 20).unwrap();
+    let limits = RateLimits { bandwidth: Some(1), ..RateLimits::default() };
+    let (memory, queue) = requests(blk::VIRTIO_BLK_T_IN, 4096, 2);
+    let mut disk = open_limited(image.path(), &memory, limits).unwrap();
+    disk.activate(FLUSH, vec![queue]).unwrap();
+    disk.process_queue(0);
+    assert_eq!(completed(&memory), 1);
+}
+
 /// The largest request that the configuration allows.
 #[test]
 fn the_largest_request_is_served() {
@@ -123,7 +169,11 @@ fn writing_back_early_uses_an_open_file_of_its_own() {
     early.seek(SeekFrom::Start(7)).unwrap();
     assert_ne!((&disk.file).stream_position().unwrap(), 7);
     assert_eq!(early.metadata().unwrap().ino(), disk.file.metadata().unwrap().ino());
-    let config = DiskConfig { path: image.path().to_owned(), readonly: Switch::On };
+    let config = DiskConfig {
+        path: image.path().to_owned(),
+        readonly: Switch::On,
+        limits: RateLimits::default(),
+    };
     let disk = Block::open(&config, 0, memory, DiskLock::Later).unwrap();
     assert!(disk.written_file().unwrap().is_none());
 }

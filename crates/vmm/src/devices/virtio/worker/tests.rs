@@ -6,15 +6,20 @@ use virtio_queue::{Queue, QueueState};
 use vm_memory::GuestAddress;
 
 use super::*;
-use crate::config::Switch;
+use crate::config::{RateLimits, Switch};
+use crate::devices::bus::ExclusiveDevice;
 use crate::devices::virtio::Work;
 use crate::devices::virtio::mmio::Wires;
+use crate::devices::virtio::throttle::{Admission, Throttle};
 
-/// Counts its quiesce calls.
+/// Counts its calls. Has as many requests as `left`.
 struct Idle {
     quiesced: Arc<AtomicUsize>,
     /// Taken by each.
     gate: Arc<Mutex<()>>,
+    processed: Arc<AtomicUsize>,
+    left: Arc<AtomicUsize>,
+    throttle: Arc<Throttle>,
 }
 
 impl VirtioDevice for Idle {
@@ -32,8 +37,19 @@ impl VirtioDevice for Idle {
     fn activate(&mut self, _features: u64, _queues: Vec<Queue>) -> Result<(), String> {
         Ok(())
     }
+    fn throttle(&self) -> Option<&Arc<Throttle>> {
+        Some(&self.throttle)
+    }
     fn process_queue(&mut self, _index: usize) -> Work {
-        Work::default()
+        self.processed.fetch_add(1, Ordering::SeqCst);
+        let mut work = Work::default();
+        while self.left.load(Ordering::SeqCst) > 0
+            && self.throttle.admit(1, Instant::now()) == Admission::Now
+        {
+            self.left.fetch_sub(1, Ordering::SeqCst);
+            work.interrupt = true;
+        }
+        work
     }
     fn quiesce(&mut self) {
         self.quiesced.fetch_add(1, Ordering::SeqCst);
@@ -45,19 +61,55 @@ impl VirtioDevice for Idle {
     }
 }
 
+struct Tested {
+    worker: Worker,
+    kick: Arc<EventFd>,
+    quiesced: Arc<AtomicUsize>,
+    processed: Arc<AtomicUsize>,
+    left: Arc<AtomicUsize>,
+    throttle: Arc<Throttle>,
+    transport: Arc<Mutex<MmioTransport<Idle>>>,
+}
+
+/// A thread for a device with a driver, which passes `gate` whenever it is quiesced.
+fn tested(limits: RateLimits, gate: Arc<Mutex<()>>) -> Tested {
+    let [quiesced, processed, left] = [(); 3].map(|()| Arc::new(AtomicUsize::new(0)));
+    let throttle = Arc::new(Throttle::new(limits, Instant::now()));
+    let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+    let device = Idle {
+        quiesced: quiesced.clone(),
+        gate,
+        processed: processed.clone(),
+        left: left.clone(),
+        throttle: throttle.clone(),
+    };
+    let mut transport = MmioTransport::new(device, memory, Wires::new(1).unwrap());
+    for (register, value) in [(0x24, 1_u32), (0x20, 1), (0x70, 0xb), (0x70, 0xf)] {
+        transport.write(register, &value.to_le_bytes());
+    }
+    assert!(transport.is_active());
+    let kick = transport.wires().kicks[0].clone();
+    let exit = Arc::new(ExitSignal::new().unwrap());
+    let filters = Filters::new(Switch::Off).unwrap();
+    let transport = Arc::new(Mutex::new(transport));
+    let worker = Worker::spawn("test", transport.clone(), &filters, exit).unwrap();
+    Tested { worker, kick, quiesced, processed, left, throttle, transport }
+}
+
 fn worker() -> (Worker, Arc<AtomicUsize>) {
     worker_with(Arc::default())
 }
 
 fn worker_with(gate: Arc<Mutex<()>>) -> (Worker, Arc<AtomicUsize>) {
-    let quiesced = Arc::new(AtomicUsize::new(0));
-    let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
-    let device = Idle { quiesced: quiesced.clone(), gate };
-    let transport =
-        Arc::new(Mutex::new(MmioTransport::new(device, memory, Wires::new(1).unwrap())));
-    let exit = Arc::new(ExitSignal::new().unwrap());
-    let filters = Filters::new(Switch::Off).unwrap();
-    (Worker::spawn("test", transport, &filters, exit).unwrap(), quiesced)
+    let tested = tested(RateLimits::default(), gate);
+    (tested.worker, tested.quiesced)
+}
+
+/// Waits until `count` has reached `goal`.
+fn reaches(count: &AtomicUsize, goal: impl Fn(usize) -> bool) {
+    while !goal(count.load(Ordering::SeqCst)) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// Fails instead of hanging.
@@ -90,6 +142,56 @@ fn work_is_finished_before_a_pause_returns() {
         assert_eq!(quiesced.load(Ordering::SeqCst), 1);
         worker.pause();
         assert_eq!(quiesced.load(Ordering::SeqCst), 1);
+    });
+}
+
+#[test]
+fn a_limited_device_continues_by_itself() {
+    within_a_minute(|| {
+        let limits = RateLimits { ops: Some(100), ops_burst: Some(1), ..RateLimits::default() };
+        let tested = tested(limits, Arc::default());
+        tested.left.store(5, Ordering::SeqCst);
+        tested.kick.write(1).unwrap();
+        // Only the first of them is due to the notification.
+        reaches(&tested.left, |left| left == 0);
+        assert!(tested.throttle.delayed() >= 1);
+    });
+}
+
+#[test]
+fn a_limited_device_is_paused_and_its_limits_can_change() {
+    within_a_minute(|| {
+        let limits = RateLimits { ops: Some(1), ops_burst: Some(1), ..RateLimits::default() };
+        let tested = tested(limits, Arc::default());
+        tested.left.store(100, Ordering::SeqCst);
+        tested.kick.write(1).unwrap();
+        reaches(&tested.left, |left| left < 100);
+        tested.worker.pause();
+        tested.throttle.set(RateLimits::default(), Instant::now());
+        tested.worker.resume();
+        reaches(&tested.left, |left| left == 0);
+    });
+}
+
+/// Without a limit, a guest that only notifies keeps the device's thread busy.
+#[test]
+fn notifications_in_vain_do_not_keep_the_thread_busy() {
+    within_a_minute(|| {
+        let tested = tested(RateLimits::default(), Arc::default());
+        reaches(&tested.processed, |calls| calls > 0);
+        let begin = Instant::now();
+        while begin.elapsed() < 4 * MOST_IN_VAIN * REST {
+            tested.kick.write(1).unwrap();
+            // Lets the thread run also where there is one processor.
+            std::thread::yield_now();
+        }
+        let (calls, elapsed) = (tested.processed.load(Ordering::SeqCst), begin.elapsed());
+        let rests = elapsed.as_millis() / REST.as_millis();
+        assert!(calls as u128 <= u128::from(MOST_IN_VAIN) + rests + 8, "{calls} in {elapsed:?}");
+        // A request is still found.
+        tested.left.store(1, Ordering::SeqCst);
+        tested.kick.write(1).unwrap();
+        reaches(&tested.left, |left| left == 0);
     });
 }
 
