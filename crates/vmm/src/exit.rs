@@ -96,6 +96,18 @@ impl fmt::Display for GuestExit {
     }
 }
 
+/// Whether a reboot can take place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub enum Taken {
+    /// It can.
+    Reboot,
+    /// Not yet.
+    NotStopped,
+    /// The machine ends.
+    OtherIsPending,
+}
+
 /// Carries the first reason to end from any thread to the main thread.
 #[derive(Debug)]
 pub struct ExitSignal {
@@ -143,7 +155,30 @@ impl ExitSignal {
         *self.deadline.get_or_init(|| Instant::now() + END_LIMIT)
     }
 
-    /// Readable while a reason is pending.
+    /// Takes a reboot, if `stop` has stopped all vCPUs: several may request the same reboot. Whoever
+    /// takes it holds the lock of the machine's state, under which others have seen that it is due.
+    /// Any other reason is kept.
+    pub fn take_reboot(&self, stop: impl FnOnce() -> bool) -> Taken {
+        if !stop() {
+            return Taken::NotStopped;
+        }
+        match self.take() {
+            None | Some(GuestExit::Reboot) => Taken::Reboot,
+            Some(other) => {
+                self.raise(other);
+                Taken::OtherIsPending
+            }
+        }
+    }
+
+    /// Makes the event readable only when another reason replaces the pending one.
+    pub fn await_other(&self) {
+        let _reason = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
+        // An event that was not readable is as good.
+        let _ = self.event.read();
+    }
+
+    /// Readable while a reason is pending, but see [`await_other`](Self::await_other).
     pub fn event(&self) -> &EventFd {
         &self.event
     }
@@ -174,6 +209,40 @@ mod tests {
         signal.raise(GuestExit::Reboot);
         signal.raise(GuestExit::Killed);
         assert_eq!(signal.take(), Some(GuestExit::Killed));
+    }
+
+    /// The second vCPU requests it while it is being stopped.
+    #[test]
+    fn a_reboot_requested_by_two_vcpus_is_taken_once() {
+        let signal = ExitSignal::new().unwrap();
+        signal.raise(GuestExit::Reboot);
+        assert_eq!(signal.take_reboot(|| false), Taken::NotStopped);
+        let requested_again = || {
+            signal.raise(GuestExit::Reboot);
+            true
+        };
+        assert_eq!(signal.take_reboot(requested_again), Taken::Reboot);
+        assert_eq!(signal.pending(), None);
+        assert!(signal.event().read().is_err());
+
+        signal.raise(GuestExit::Reboot);
+        let killed = signal.take_reboot(|| {
+            signal.raise(GuestExit::Killed);
+            true
+        });
+        assert_eq!(killed, Taken::OtherIsPending);
+        assert_eq!(signal.pending(), Some(GuestExit::Killed));
+    }
+
+    #[test]
+    fn a_waiting_reboot_leaves_the_event_to_a_kill() {
+        let signal = ExitSignal::new().unwrap();
+        signal.raise(GuestExit::Reboot);
+        signal.await_other();
+        assert!(signal.event().read().is_err());
+        signal.raise(GuestExit::Killed);
+        assert!(signal.event().read().is_ok());
+        assert_eq!(signal.pending(), Some(GuestExit::Killed));
     }
 
     #[test]

@@ -94,15 +94,10 @@ fn sync_range(file: &File, offset_bytes: u64, size_bytes: u64) -> io::Result<()>
 
 /// Polls `event` for readability.
 pub fn readable(event: &EventFd) -> PollFd<'_> {
-    polled(event, PollFlags::IN)
-}
-
-/// Polls `event` for `flags`.
-pub fn polled(event: &EventFd, flags: PollFlags) -> PollFd<'_> {
     // SAFETY: the descriptor stays open as long as `event`, whose borrow the returned lifetime is
     // bound to.
     let fd = unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) };
-    PollFd::from_borrowed_fd(fd, flags)
+    PollFd::from_borrowed_fd(fd, PollFlags::IN)
 }
 
 #[cfg(test)]

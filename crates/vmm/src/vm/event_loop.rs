@@ -3,13 +3,14 @@
 use std::io::{self, IsTerminal};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::build::{Built, Origin, build};
 use super::migration::MigrationThread;
+use super::reboots::RecentReboots;
 use super::terminal::{EscapeSequence, RawTerminal, Typed};
 use super::{Reset, Vm, VmError, lock};
 use crate::api::control::Machine;
@@ -17,8 +18,9 @@ use crate::api::server::Limits;
 use crate::api::vm::VmState;
 use crate::api::{ApiServer, ApiSocket};
 use crate::config::{RebootAction, SerialConfig, VmConfig};
+use crate::devices::guest_log;
 use crate::exit::{ExitSignal, GuestExit};
-use crate::file::{polled, readable};
+use crate::file::readable;
 use crate::isolation::{Isolation, KeptName, Sockets};
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::{Overrides, SnapshotFile};
@@ -31,7 +33,7 @@ use signals::Signals;
 const LAST_OUTPUT: Duration = Duration::from_millis(500);
 
 /// Interval of attempts to reboot a machine that is stopping, or being paused, saved or sent.
-const RESET_RETRY: Timespec = Timespec { tv_sec: 0, tv_nsec: 2_000_000 };
+const RESET_RETRY: Duration = Duration::from_millis(2);
 
 /// State of a restored machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -133,27 +135,33 @@ pub(super) fn wait_for_end(
     on_reboot: RebootAction,
 ) -> GuestExit {
     let mut receiving = true;
+    let mut reboots = RecentReboots::default();
+    let mut reboot_at = None;
     loop {
-        let mut reset = Reset::Done;
+        let mut retry = None;
         match vm.pending_exit() {
             None => {}
-            Some(GuestExit::Reboot) if on_reboot == RebootAction::Reset => match vm.reset() {
-                Ok(result) => reset = result,
-                Err(error) => {
-                    return GuestExit::Monitor {
-                        message: format!("cannot reboot the guest: {error}"),
-                    };
+            Some(GuestExit::Reboot) if on_reboot == RebootAction::Reset => {
+                let now = Instant::now();
+                let at = *reboot_at.get_or_insert_with(|| now + wait_to_reboot(&mut reboots, now));
+                match if at > now { Ok(Reset::Later) } else { vm.reset() } {
+                    Ok(Reset::Done) => reboot_at = None,
+                    Ok(Reset::Later) => {
+                        // The pending reboot would end the wait at once.
+                        vm.exit.await_other();
+                        retry = Some(at.saturating_duration_since(now).max(RESET_RETRY));
+                    }
+                    Err(error) => {
+                        return GuestExit::Monitor {
+                            message: format!("cannot reboot the guest: {error}"),
+                        };
+                    }
                 }
-            },
+            }
             Some(exit) => return exit,
         }
-        let (exits, timeout) = match reset {
-            Reset::Done => (PollFlags::IN, None),
-            // The reboot is still pending, and would end the wait at once.
-            Reset::Later => (PollFlags::empty(), Some(&RESET_RETRY)),
-        };
         let mut fds = vec![
-            polled(vm.exit.event(), exits),
+            readable(vm.exit.event()),
             PollFd::new(signals, PollFlags::IN),
             readable(&console.input_read),
         ];
@@ -163,7 +171,11 @@ pub(super) fn wait_for_end(
         if !receiving && let Some(input) = console.wanted() {
             fds.push(PollFd::new(input, PollFlags::IN));
         }
-        match poll(&mut fds, timeout) {
+        let timeout = retry.map(|left| Timespec {
+            tv_sec: left.as_secs() as i64,
+            tv_nsec: i64::from(left.subsec_nanos()),
+        });
+        match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => {
                 return GuestExit::Monitor { message: format!("cannot wait for events: {error}") };
@@ -182,6 +194,15 @@ pub(super) fn wait_for_end(
             return GuestExit::Signal { name: "Ctrl-A x" };
         }
     }
+}
+
+/// Counts a reboot; returns how long it must wait.
+fn wait_to_reboot(reboots: &mut RecentReboots, now: Instant) -> Duration {
+    let wait = reboots.wait(now);
+    if !wait.is_zero() {
+        guest_log!("the guest reboots often: it starts again in {wait:?}");
+    }
+    wait
 }
 
 #[derive(PartialEq, Eq)]

@@ -8,6 +8,7 @@ mod free_pages;
 mod limits;
 mod merge;
 mod migration;
+mod reboots;
 mod save;
 mod snapshot;
 pub mod terminal;
@@ -40,7 +41,7 @@ use crate::devices::virtio::block::DiskError;
 use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport};
 use crate::devices::virtio::worker::Worker;
 use crate::ending::Ended;
-use crate::exit::{ExitSignal, GuestExit};
+use crate::exit::{ExitSignal, GuestExit, Taken};
 use crate::isolation::{Companion, IsolationError, IsolationInfo, Needs};
 use crate::seccomp::SeccompError;
 use crate::snapshot::SnapshotError;
@@ -396,17 +397,10 @@ impl Vm {
             VmState::Stopping => return Ok(Reset::Done),
             _ => {}
         }
-        if !self.try_stop_all() {
-            return Ok(Reset::Later);
-        }
-        // Only now: the previous holder of the state lock saw that a reboot is due, and no vCPU
-        // can request the same reboot once more.
-        match self.exit.take() {
-            None | Some(GuestExit::Reboot) => {}
-            Some(other) => {
-                self.exit.raise(other);
-                return Ok(Reset::Done);
-            }
+        match self.exit.take_reboot(|| self.try_stop_all()) {
+            Taken::Reboot => {}
+            Taken::NotStopped => return Ok(Reset::Later),
+            Taken::OtherIsPending => return Ok(Reset::Done),
         }
         tracing::info!("the guest rebooted");
         lock(&self.serial).reset();
