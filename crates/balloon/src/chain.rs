@@ -12,8 +12,8 @@ use crate::counters::{Faults, GuestError};
 pub(crate) type Chain<'a> = DescriptorChain<&'a GuestMemory>;
 
 /// Maximum number of descriptors read of a chain. Linux uses 1 for page frame numbers and 32 for
-/// reports; the bound keeps indirect tables of 65535 entries from costing more than the driver paid
-/// for them.
+/// reports; the bound keeps indirect tables of 65535 entries, which a driver can slip in after the
+/// check for them, from costing more than the driver paid for them.
 const MAX_DESCRIPTORS: usize = 4096;
 
 /// Direction of a buffer: from driver to device or from device to driver.

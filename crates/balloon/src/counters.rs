@@ -19,6 +19,8 @@ pub enum GuestError {
     BrokenQueue,
     /// A chain starts at a descriptor that does not exist, so that it cannot be returned.
     BadHead,
+    /// A chain names an indirect table, which was not negotiated; it was returned unread.
+    IndirectTable,
     /// A chain has no usable descriptor.
     EmptyChain,
     /// A chain has more descriptors or bytes than the device reads; the rest was ignored.
@@ -60,9 +62,10 @@ pub enum GuestError {
 
 impl GuestError {
     /// All kinds.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 21] = [
         Self::BrokenQueue,
         Self::BadHead,
+        Self::IndirectTable,
         Self::EmptyChain,
         Self::OversizedChain,
         Self::WrongDirection,
@@ -88,6 +91,7 @@ impl GuestError {
         match self {
             Self::BrokenQueue => "broken_queue",
             Self::BadHead => "bad_head",
+            Self::IndirectTable => "indirect_table",
             Self::EmptyChain => "empty_chain",
             Self::OversizedChain => "oversized_chain",
             Self::WrongDirection => "wrong_direction",

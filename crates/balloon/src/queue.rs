@@ -7,6 +7,7 @@ use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use crate::budget::Budget;
 use crate::chain::Chain;
 use crate::counters::{Faults, GuestError};
+use crate::indirect::names_indirect_table;
 use crate::message::Message;
 
 /// Result of a call, and the caller's duties.
@@ -75,27 +76,31 @@ impl DeviceQueue {
         self.queue.size()
     }
 
-    /// The next chain that the driver made available, unless the budget is used up.
+    /// The next chain that the driver made available, unless the budget is used up. Chains with
+    /// indirect tables are returned.
     pub(crate) fn next_chain<'a>(
         &mut self,
         memory: &'a GuestMemory,
         budget: &mut Budget,
         faults: &mut Faults,
     ) -> Option<Chain<'a>> {
-        if self.health == Health::Broken || budget.is_exhausted() {
-            return None;
-        }
-        match self.queue.iter(memory) {
-            Ok(mut available) => {
-                let chain = available.next()?;
-                budget.spend_chain();
-                Some(chain)
+        while self.health != Health::Broken && !budget.is_exhausted() {
+            let chain = match self.queue.iter(memory) {
+                Ok(mut available) => available.next()?,
+                Err(error) => {
+                    self.break_down(faults, &error);
+                    return None;
+                }
+            };
+            budget.spend_chain();
+            let head = chain.head_index();
+            if !names_indirect_table(&self.queue, memory, head) {
+                return Some(chain);
             }
-            Err(error) => {
-                self.break_down(faults, &error);
-                None
-            }
+            faults.count(GuestError::IndirectTable, format_args!("descriptor {head}"));
+            self.complete(memory, head, faults);
         }
+        None
     }
 
     /// Returns a chain in which the device has written nothing to the driver.

@@ -177,6 +177,30 @@ fn a_chain_that_loops_ends() {
 }
 
 #[test]
+fn indirect_tables_are_refused() {
+    const INDIRECT: u16 = 4;
+    const NEXT: u16 = 1;
+    for kind in ALL_QUEUES {
+        let mut guest = marked_guest();
+        let numbers = guest.pfns([FIRST]);
+        // A table of one descriptor, which would be valid.
+        let mut entry = numbers.address.to_le_bytes().to_vec();
+        entry.extend(numbers.length.to_le_bytes());
+        entry.extend([0; 4]);
+        let table = guest.buffer(&entry).address;
+        guest.store_descriptor(kind, 0, table, 16, INDIRECT, 0);
+        guest.store_descriptor(kind, 1, numbers.address, 0, NEXT, 0);
+        guest.publish(kind, 0);
+        guest.publish(kind, 1);
+        let _ = guest.kick(kind);
+        assert_eq!(guest.used(kind), [0, 1], "{}", kind.name());
+        assert_counted(&guest, GuestError::IndirectTable, 2);
+        assert!(guest.unmarked(guest.low_pages()).is_empty());
+        assert_alive(&mut guest);
+    }
+}
+
+#[test]
 fn a_head_that_does_not_exist_is_skipped() {
     for kind in ALL_QUEUES {
         let mut guest = marked_guest();

@@ -17,7 +17,7 @@ use vm_memory::ByteValued;
 
 use super::state::DeviceState;
 use super::throttle::{Admission, Throttle};
-use super::{VirtioDevice, Work};
+use super::{VirtioDevice, Work, is_refused};
 use crate::config::{DiskConfig, Switch};
 use crate::file::{Access, open_image};
 
@@ -111,6 +111,7 @@ pub struct Block {
 }
 
 /// A processed request.
+#[derive(Default)]
 struct Served {
     /// Bytes that the device has written to guest memory.
     written: u32,
@@ -188,7 +189,7 @@ impl Block {
 
     /// Processes a request; `None` if it must wait for the limits.
     fn serve(&self, chain: &DescriptorChain<&GuestMemory>) -> Option<Served> {
-        let mut served = Served { written: 0, transferred: 0, synced: false };
+        let mut served = Served::default();
         let (Ok(mut reader), Ok(mut writer)) =
             (chain.clone().reader(&self.memory), chain.clone().writer(&self.memory))
         else {
@@ -374,7 +375,11 @@ impl VirtioDevice for Block {
                 work.more = false;
                 break;
             };
-            let Some(served) = self.serve(&chain) else {
+            let served = match is_refused(&queue, &self.memory, chain.head_index()) {
+                true => Some(Served::default()),
+                false => self.serve(&chain),
+            };
+            let Some(served) = served else {
                 queue.go_to_previous_position();
                 work.more = false;
                 break;

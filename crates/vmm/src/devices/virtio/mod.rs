@@ -13,6 +13,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
+use ebb_guest_ram::GuestMemory;
 use virtio_queue::{Queue, QueueState};
 
 use state::DeviceState;
@@ -27,6 +28,16 @@ pub struct Work {
     pub more: bool,
     /// Run the [deferred work](VirtioDevice::deferred_work).
     pub deferred: bool,
+}
+
+/// Whether the device must return the chain at `head` without reading it, because it names an
+/// indirect table; the balloon's core does the same.
+fn is_refused(queue: &Queue, memory: &GuestMemory, head: u16) -> bool {
+    let refused = ebb_balloon::names_indirect_table(queue, memory, head);
+    if refused {
+        super::guest_log!("a chain names an indirect table, which was not negotiated");
+    }
+    refused
 }
 
 /// Long-running work that does not need the transport's lock.

@@ -10,7 +10,7 @@ use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::Bytes;
 
 use super::throttle::{Admission, Throttle};
-use super::{VirtioDevice, Work};
+use super::{VirtioDevice, Work, is_refused};
 use crate::config::RateLimits;
 
 const DEVICE_ID: u32 = 4;
@@ -68,7 +68,10 @@ impl VirtioDevice for Rng {
             let Some(chain) = queue.pop_descriptor_chain(&self.memory) else { return work };
             let head = chain.head_index();
             // The guest could change them between the limit and the write.
-            let buffers: Vec<Descriptor> = chain.writable().collect();
+            let buffers: Vec<Descriptor> = match is_refused(queue, &self.memory, head) {
+                true => Vec::new(),
+                false => chain.writable().collect(),
+            };
             let requested = buffers.iter().map(|buffer| u64::from(buffer.len())).sum::<u64>();
             let bytes = requested.min(BYTES_A_BUFFER as u64);
             if self.throttle.admit(bytes, Instant::now()) == Admission::Later {

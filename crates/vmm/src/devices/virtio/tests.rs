@@ -231,6 +231,48 @@ fn limited_entropy_stays_in_the_queue() {
     assert_eq!(device.throttle().unwrap().delayed(), 1);
 }
 
+/// Virtio 1.3 section 2.7.5.3.1.
+#[test]
+fn indirect_tables_are_returned_unread() {
+    const INDIRECT: u16 = 4;
+    let table = DATA + 0x2000;
+    let chain = |memory: &GuestMemory, entries: &[Descriptor]| {
+        for (index, entry) in entries.iter().enumerate() {
+            let at = table + 16 * index as u64;
+            memory.write_obj(entry.address, GuestAddress(at)).unwrap();
+            memory.write_obj(entry.length, GuestAddress(at + 8)).unwrap();
+            memory.write_obj(entry.flags, GuestAddress(at + 12)).unwrap();
+            memory.write_obj(entry.next, GuestAddress(at + 14)).unwrap();
+        }
+    };
+    let head = |entries: u32| Descriptor {
+        address: table,
+        length: 16 * entries,
+        flags: INDIRECT,
+        next: 0,
+    };
+    let image = image();
+    let requested = memory(&[head(3)], &[0]);
+    chain(
+        &requested,
+        &[
+            Descriptor { address: DATA, length: 16, flags: NEXT, next: 1 },
+            Descriptor { address: DATA + 0x1000, length: 512, flags: NEXT | WRITE, next: 2 },
+            Descriptor { address: DATA + 0x100, length: 1, flags: WRITE, next: 0 },
+        ],
+    );
+    requested.write_obj(0xaa_u8, GuestAddress(DATA + 0x100)).unwrap();
+    assert!(drive(&mut disk(&image, Switch::Off, &requested)).interrupt);
+    assert_eq!(status(&requested), 0xaa);
+    assert_eq!(requested.read_obj::<u32>(GuestAddress(USED + 8)).unwrap(), 0);
+
+    let requested = memory(&[head(1)], &[0]);
+    chain(&requested, &[Descriptor { address: DATA, length: 64, flags: WRITE, next: 0 }]);
+    assert!(drive(&mut entropy(requested.clone())).interrupt);
+    assert_eq!(requested.read_obj::<u32>(GuestAddress(USED + 8)).unwrap(), 0);
+    assert_eq!(requested.read_obj::<u64>(GuestAddress(DATA)).unwrap(), 0);
+}
+
 fn descriptor() -> impl Strategy<Value = Descriptor> {
     let address = prop_oneof![0..MEMORY_BYTES + 0x2000, any::<u64>()];
     let length = prop_oneof![0u32..2048, any::<u32>()];
