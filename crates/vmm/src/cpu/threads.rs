@@ -399,6 +399,12 @@ fn run(shared: &Shared, buses: &Buses, vcpu: &mut Vcpu) {
     // are those of an incomplete instruction and must not be saved.
     let mut unfinished = false;
     let index = vcpu.index;
+    let run = &raw const *vcpu.fd.get_kvm_run();
+    // A string instruction accesses a port several times in one exit, and `VcpuExit` does not have
+    // the size of an access.
+    // SAFETY: the pointer is to the vCPU's run structure, which stays mapped as long as `vcpu`
+    // lives. It is read after an exit for a port access, for which KVM has set this field.
+    let element_bytes = || unsafe { (&raw const (*run).__bindgen_anon_1.io.size).read_volatile() };
     let count = |counter: &AtomicU64| {
         counter.fetch_add(1, Ordering::Relaxed);
     };
@@ -425,11 +431,11 @@ fn run(shared: &Shared, buses: &Buses, vcpu: &mut Vcpu) {
         match exit {
             Ok(VcpuExit::IoIn(port, data)) => {
                 count(&shared.counters.port_in);
-                buses.ports.read(u64::from(port), data);
+                buses.ports.read_each(u64::from(port), element_bytes(), data);
             }
             Ok(VcpuExit::IoOut(port, data)) => {
                 count(&shared.counters.port_out);
-                buses.ports.write(u64::from(port), data);
+                buses.ports.write_each(u64::from(port), element_bytes(), data);
             }
             Ok(VcpuExit::MmioRead(address, data)) => {
                 count(&shared.counters.mmio_read);

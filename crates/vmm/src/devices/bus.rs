@@ -79,6 +79,21 @@ impl Bus {
         }
     }
 
+    /// Reads elements of `element_bytes` bytes one after the other, as a string instruction does
+    /// (`rep insb`): a device with a queue returns another one for each.
+    pub fn read_each(&self, address: u64, element_bytes: u8, data: &mut [u8]) {
+        for element in data.chunks_mut(usize::from(element_bytes).max(1)) {
+            self.read(address, element);
+        }
+    }
+
+    /// Writes elements of `element_bytes` bytes one after the other (`rep outsb`).
+    pub fn write_each(&self, address: u64, element_bytes: u8, data: &[u8]) {
+        for element in data.chunks(usize::from(element_bytes).max(1)) {
+            self.write(address, element);
+        }
+    }
+
     /// Writes to the device at `address`; without a device the write is ignored.
     pub fn write(&self, address: u64, data: &[u8]) {
         if let Some((offset, device)) = self.find(address) {
@@ -100,6 +115,34 @@ mod tests {
         fn write(&mut self, offset: u64, data: &[u8]) {
             self.0.push((offset, data.to_vec()));
         }
+    }
+
+    /// Counts its reads.
+    struct Counter(u8);
+
+    impl ExclusiveDevice for Counter {
+        fn read(&mut self, _offset: u64, data: &mut [u8]) {
+            self.0 += 1;
+            data.fill(self.0);
+        }
+        fn write(&mut self, _offset: u64, _data: &[u8]) {}
+    }
+
+    #[test]
+    fn each_element_of_a_string_is_an_access() {
+        let latch = Arc::new(Mutex::new(Latch(Vec::new())));
+        let mut bus = Bus::default();
+        bus.insert(0..1, Arc::new(Mutex::new(Counter(0)))).unwrap();
+        bus.insert(1..2, latch.clone()).unwrap();
+        let mut data = [0; 4];
+        bus.read_each(0, 1, &mut data);
+        assert_eq!(data, [1, 2, 3, 4]);
+        bus.read_each(0, 2, &mut data);
+        assert_eq!(data, [5, 5, 6, 6]);
+        bus.read_each(0, 0, &mut data[..1]);
+        assert_eq!(data, [7, 5, 6, 6]);
+        bus.write_each(1, 2, &[1, 2, 3, 4]);
+        assert_eq!(latch.lock().unwrap().0, [(0, vec![1, 2]), (0, vec![3, 4])]);
     }
 
     #[test]

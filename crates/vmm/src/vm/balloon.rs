@@ -5,13 +5,13 @@ use std::time::Duration;
 use ebb_abi::PAGE_SIZE_BYTES;
 use ebb_abi::balloon::QueueKind;
 
+use super::control::only_running;
 use super::{SharedTransport, Vm, lock};
 use crate::api::balloon::{BalloonInfo, BalloonTarget, DriverPresence};
 use crate::api::control::{ControlError, Outcome};
 use crate::api::free_pages::FreePagesRequest;
 use crate::api::metrics::BalloonMetrics;
 use crate::api::statistics::fresh_statistics;
-use crate::api::vm::VmState;
 use crate::devices::virtio::balloon::BalloonDevice;
 use crate::devices::virtio::mmio::MmioTransport;
 
@@ -41,13 +41,15 @@ impl Vm {
         self.balloon.as_ref().ok_or(ControlError::NoBalloon)
     }
 
-    /// The balloon, if a driver in the guest can report `what` now.
-    fn answering_balloon(&self, what: &str) -> Result<&SharedTransport, ControlError> {
+    /// Calls `ask` with the balloon, if a driver in the guest can report `what` now. The machine
+    /// is running until `ask` has returned.
+    fn with_answering_balloon<T>(
+        &self,
+        what: &str,
+        ask: impl FnOnce(&SharedTransport) -> Result<T, ControlError>,
+    ) -> Result<T, ControlError> {
         let transport = self.balloon_transport()?;
-        if self.state() != VmState::Running {
-            let message = format!("a virtual machine that is not running cannot report {what}");
-            return Err(ControlError::wrong_state(message, "resume it"));
-        }
+        let _running = only_running(lock(&self.state), &format!("report {what}"))?;
         if driver(&lock(transport)) == DriverPresence::Absent {
             let remedy = "load virtio_balloon or ebb_balloon in the guest";
             return Err(ControlError::wrong_state(
@@ -55,7 +57,7 @@ impl Vm {
                 remedy,
             ));
         }
-        Ok(transport)
+        ask(transport)
     }
 
     pub(super) fn balloon_info(&self) -> Result<BalloonInfo, ControlError> {
@@ -70,7 +72,7 @@ impl Vm {
                 "ask for a multiple of 4096 that is at most the guest's memory".to_owned(),
             ),
         };
-        self.not_given_away()?;
+        let _kept = self.not_given_away()?;
         let mut transport = lock(self.balloon_transport()?);
         let target_bytes = target.target_bytes;
         if !target_bytes.is_multiple_of(PAGE_SIZE_BYTES) {
@@ -90,25 +92,27 @@ impl Vm {
     }
 
     fn request_statistics(&self) -> Result<(), ControlError> {
-        let mut transport = lock(self.answering_balloon("statistics")?);
-        let balloon = transport.device_mut().balloon_mut();
-        if balloon.queue_index(QueueKind::Statistics).is_none() {
-            return Err(ControlError::wrong_state(
-                "the guest's balloon driver has not negotiated statistics",
-                "start with --balloon statistics=on and use a driver that supports them",
-            ));
-        }
-        if balloon.request_statistics() {
-            transport.interrupt_used();
-        }
-        Ok(())
+        self.with_answering_balloon("statistics", |transport| {
+            let mut transport = lock(transport);
+            let balloon = transport.device_mut().balloon_mut();
+            if balloon.queue_index(QueueKind::Statistics).is_none() {
+                return Err(ControlError::wrong_state(
+                    "the guest's balloon driver has not negotiated statistics",
+                    "start with --balloon statistics=on and use a driver that supports them",
+                ));
+            }
+            if balloon.request_statistics() {
+                transport.interrupt_used();
+            }
+            Ok(())
+        })
     }
 
     pub(super) fn set_statistics_interval(
         &self,
         interval: Option<Duration>,
     ) -> Result<(), ControlError> {
-        self.not_given_away()?;
+        let _kept = self.not_given_away()?;
         let mut transport = lock(self.balloon_transport()?);
         transport.device_mut().set_statistics_interval(interval);
         transport.wake();
@@ -116,7 +120,8 @@ impl Vm {
     }
 
     pub(super) fn free_pages(&self, request: FreePagesRequest) -> Result<Outcome, ControlError> {
-        let transport = self.answering_balloon("its free pages")?;
-        Ok(Outcome::Await(Question::ask(request, transport, &self.ram)?.wait()))
+        let ask = |transport: &SharedTransport| Question::ask(request, transport, &self.ram);
+        let question = self.with_answering_balloon("its free pages", ask)?;
+        Ok(Outcome::Await(question.wait()))
     }
 }

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt as _;
+use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -63,7 +64,9 @@ impl Machine for Vm {
             }
             Operation::Merge => Document::Merge(Box::new(self.merging.info()?)),
             Operation::SetMerge(change) => {
-                self.not_given_away()?;
+                // Unlocked: the kernel may take seconds. In a machine that is given away meanwhile,
+                // merging is paused, and the change has no effect on its memory.
+                drop(self.not_given_away()?);
                 self.merging.change(&change)?;
                 Document::Merge(Box::new(self.merging.info()?))
             }
@@ -74,14 +77,10 @@ impl Machine for Vm {
 }
 
 impl Vm {
-    /// Refuses changes to a machine whose state was saved, or is being saved.
-    pub(super) fn not_given_away(&self) -> Result<(), ControlError> {
-        match self.state() {
-            state @ (VmState::Migrating | VmState::Receiving | VmState::Saving) => {
-                Err(ControlError::not_running(state))
-            }
-            _ => Ok(()),
-        }
+    /// Locks the state for a change of the machine. Refused if the machine was saved or is being
+    /// saved, which cannot begin while the lock is held: a change after it would be lost.
+    pub(super) fn not_given_away(&self) -> Result<MutexGuard<'_, VmState>, ControlError> {
+        unless_given_away(lock(&self.state))
     }
 
     pub(super) fn state(&self) -> VmState {
@@ -158,12 +157,7 @@ impl Vm {
     }
 
     fn power_button(&self) -> Result<(), ControlError> {
-        if self.state() != VmState::Running {
-            return Err(ControlError::wrong_state(
-                "a virtual machine that is not running cannot react to its power button",
-                "resume it",
-            ));
-        }
+        let _running = only_running(lock(&self.state), "react to its power button")?;
         let pressed = lock(&self.acpi).press_power_button();
         pressed.map_err(|error| ControlError::Failed {
             message: format!("cannot interrupt the guest: {error}"),
@@ -232,6 +226,29 @@ impl Vm {
     }
 }
 
+fn unless_given_away(
+    state: MutexGuard<'_, VmState>,
+) -> Result<MutexGuard<'_, VmState>, ControlError> {
+    match *state {
+        VmState::Migrating | VmState::Receiving | VmState::Saving => {
+            Err(ControlError::not_running(*state))
+        }
+        _ => Ok(state),
+    }
+}
+
+/// Locks the state of a running machine for a request to its guest.
+pub(super) fn only_running<'a>(
+    state: MutexGuard<'a, VmState>,
+    cannot: &str,
+) -> Result<MutexGuard<'a, VmState>, ControlError> {
+    if *state == VmState::Running {
+        return Ok(state);
+    }
+    let message = format!("a virtual machine that is not running cannot {cannot}");
+    Err(ControlError::wrong_state(message, "resume it"))
+}
+
 /// Resident memory of this process, guest memory included (Linux
 /// Documentation/filesystems/proc.rst, `statm`). Its file is opened once: a monitor has no access
 /// to /proc later on.
@@ -258,7 +275,29 @@ impl ProcessMemory {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+
     use super::*;
+
+    /// Otherwise the state could be saved for another monitor between check and change.
+    #[test]
+    fn a_state_that_allows_a_change_stays_while_it_is_made() {
+        let state = Mutex::new(VmState::Running);
+        let check: [fn(&Mutex<VmState>) -> Result<MutexGuard<'_, VmState>, ControlError>; 2] =
+            [|state| unless_given_away(lock(state)), |state| only_running(lock(state), "answer")];
+        for check in check {
+            let held = check(&state).unwrap();
+            assert!(state.try_lock().is_err());
+            drop(held);
+            assert!(state.try_lock().is_ok());
+        }
+        for now in [VmState::Migrating, VmState::Receiving, VmState::Saving] {
+            *state.lock().unwrap() = now;
+            assert!(unless_given_away(lock(&state)).is_err());
+            assert!(only_running(lock(&state), "answer").is_err());
+            assert!(state.try_lock().is_ok());
+        }
+    }
 
     #[test]
     fn touched_memory_is_counted() {
