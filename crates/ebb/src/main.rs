@@ -18,6 +18,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use ebb_program::LogArgs;
 use ebb_vmm::isolation::{COMPANION_COMMAND, serve_companion};
+use ebb_vmm::log::LogWriter;
 
 /// Returns the memory that virtual machines do not use to their host, at once and safely
 #[derive(Debug, Parser)]
@@ -62,18 +63,25 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    ebb_program::run("ebb", &cli.log, || match cli.command {
-        Command::Run(args) => run::run(*args),
-        Command::Restore(args) => restore::run(*args),
-        Command::Migrate(args) => migrate::run(*args),
-        Command::Receive(args) => receive::run(*args),
-        Command::Snapshot(args) => snapshot::run(args),
-        Command::Ctl(args) => ctl::run(args),
-        Command::MergeBroker(args) => merge_broker::run(args),
-        Command::Doctor(args) => doctor::run(args),
-        Command::ExtractVmlinux(args) => extract_vmlinux::run(args),
-        Command::Companion => Ok(serve_companion().map(|()| ExitCode::SUCCESS)?),
-    })
+    let code = ebb_program::run(
+        "ebb",
+        &cli.log,
+        || LogWriter,
+        || match cli.command {
+            Command::Run(args) => run::run(*args),
+            Command::Restore(args) => restore::run(*args),
+            Command::Migrate(args) => migrate::run(*args),
+            Command::Receive(args) => receive::run(*args),
+            Command::Snapshot(args) => snapshot::run(args),
+            Command::Ctl(args) => ctl::run(args),
+            Command::MergeBroker(args) => merge_broker::run(args),
+            Command::Doctor(args) => doctor::run(args),
+            Command::ExtractVmlinux(args) => extract_vmlinux::run(args),
+            Command::Companion => Ok(serve_companion().map(|()| ExitCode::SUCCESS)?),
+        },
+    );
+    ebb_vmm::log::finish();
+    code
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use ebb_migration::session::{Address, Security, TlsFiles};
 use ebb_vmm::config::Backing;
+use ebb_vmm::log;
 use ebb_vmm::vm::{self, ReceiveConfig};
 
 use crate::flags::word;
@@ -83,5 +84,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         overrides,
         backing: args.backing,
     };
-    run_machine(end, || vm::receive(config, |address| eprintln!("listening on {address}")))
+    run_machine(end, || {
+        vm::receive(config, |address| log::line(&format!("listening on {address}")))
+    })
 }

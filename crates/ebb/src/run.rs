@@ -11,6 +11,7 @@ use ebb_vmm::config::{
     VmConfig,
 };
 use ebb_vmm::exit::GuestExit;
+use ebb_vmm::log;
 use ebb_vmm::probe::{self, KvmQuality};
 use ebb_vmm::vm::VmError;
 
@@ -159,11 +160,11 @@ pub fn run_machine(
     if end.json {
         let (end, code, message) = (exit.kind(), exit.code(), exit.to_string());
         let document = serde_json::json!({ "end": end, "code": code, "message": message });
-        eprintln!("{document}");
+        log::line(&document.to_string());
     } else if exit.code() == 0 {
         tracing::info!("{exit}");
     } else {
-        eprintln!("ebb: {}", ebb_program::printable(&exit.to_string()));
+        log::line(&format!("ebb: {}", ebb_program::printable(&exit.to_string())));
     }
     Ok(ExitCode::from(exit.code()))
 }

@@ -2,7 +2,8 @@
 
 #![allow(clippy::expect_used)]
 
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use ebb_vmm::probe::{self, KvmQuality};
 
@@ -78,4 +79,45 @@ fn every_command_has_help() {
         assert!(output.status.success(), "{command}");
         assert!(output.stdout.len() > 200, "{command}");
     }
+}
+
+/// A reader of standard error that does not read, such as a stopped pager, must not keep a monitor
+/// from handling signals.
+#[test]
+fn a_monitor_ends_although_nobody_reads_its_log() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = |name: &str| directory.path().join(name).to_str().expect("a path").to_owned();
+    let (_never_read, log) = std::io::pipe().expect("a pipe");
+    // Blocks when the pipe is full, and keeps it full.
+    let mut filler = log.try_clone().expect("a descriptor");
+    std::thread::spawn(move || {
+        let _ = std::io::Write::write_all(&mut filler, &[0; 1 << 20]);
+    });
+    let mut monitor = Command::new(env!("CARGO_BIN_EXE_ebb"))
+        .args(["--log", "trace", "receive", "--emulated-kvm", "use", "--serial", "null"])
+        .args(["--on-reboot", "exit", "--listen", &format!("unix:{}", path("migration"))])
+        .args(["--api", &path("api")])
+        .stdin(Stdio::null())
+        .stderr(log)
+        .spawn()
+        .expect("ebb runs");
+    // It handles signals before it listens.
+    let begin = Instant::now();
+    while !directory.path().join("migration").exists() {
+        assert!(begin.elapsed() < Duration::from_secs(60), "it does not listen");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let pid = rustix::process::Pid::from_child(&monitor);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("a signal");
+    let status = loop {
+        if let Some(status) = monitor.try_wait().expect("a child") {
+            break status;
+        }
+        if begin.elapsed() > Duration::from_secs(120) {
+            let _ = monitor.kill();
+            panic!("the monitor waits for its log");
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    assert_eq!(status.code(), Some(6));
 }

@@ -48,7 +48,7 @@ fn main() -> ExitCode {
         ebb_virtual_host::inside::init_main();
     }
     let cli = Cli::parse();
-    ebb_program::run("ebb-lab", &cli.log, || match cli.command {
+    ebb_program::run("ebb-lab", &cli.log, std::io::stderr, || match cli.command {
         Command::List(args) => experiments::list(&args),
         Command::Run(args) => experiments::run(&args),
         Command::Results(args) => results::results(args),

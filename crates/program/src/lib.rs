@@ -7,6 +7,7 @@ mod file;
 pub use check::{Check, Grade, table};
 pub use file::write_whole;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use tracing_subscriber::EnvFilter;
@@ -30,10 +31,12 @@ pub struct LogArgs {
     log: String,
 }
 
-/// Sets up logging, runs `command` and prints its error. `name` is the program's name.
-pub fn run(
+/// Sets up logging, runs `command` and prints its error. `name` is the program's name; what it logs
+/// and the error are written to `output`, a line at a time.
+pub fn run<W: Write>(
     name: &str,
     log: &LogArgs,
+    output: impl Fn() -> W + Clone + Send + Sync + 'static,
     command: impl FnOnce() -> anyhow::Result<ExitCode>,
 ) -> ExitCode {
     let filter = match EnvFilter::try_new(&log.log) {
@@ -45,7 +48,7 @@ pub fn run(
     };
     let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
+        .with_writer(output.clone())
         .without_time()
         .finish();
     // Not `init`: depending on the features selected by other crates, it would also print the
@@ -55,7 +58,9 @@ pub fn run(
         eprintln!("{name}: cannot log: {error}");
     }
     command().unwrap_or_else(|error| {
-        eprintln!("{name}: {}", printable(&describe(&error)));
+        let line = format!("{name}: {}\n", printable(&describe(&error)));
+        // Without a standard error there is nobody to tell.
+        let _ = output().write_all(line.as_bytes());
         ExitCode::FAILURE
     })
 }

@@ -16,6 +16,7 @@
 //! | [`api`] | the control socket |
 //! | [`token_bucket`] | how much may pass in a time |
 //! | [`words`] | names of enum values, from their serde declarations |
+//! | [`log`] | log lines, which never delay a running machine |
 //! | [`seccomp`] | system call filters |
 //! | [`isolation`] | the user, namespaces and limits of a running monitor, and its companion |
 //! | [`probe`] | whether this machine's KVM can run guests |
@@ -32,6 +33,7 @@ pub mod exit;
 mod file;
 pub mod isolation;
 pub mod layout;
+pub mod log;
 pub mod probe;
 pub mod seccomp;
 pub mod size;

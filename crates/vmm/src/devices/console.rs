@@ -1,4 +1,4 @@
-//! Output of a serial line: standard output, the terminal, files or none.
+//! Output of a serial line: standard output, the terminal, files or none; and that of the log.
 //!
 //! A thread of its own writes, so that a reader that does not read, a terminal that is stopped or a
 //! disk that does not answer delays neither a vCPU nor a pause nor the end of the machine. Up to
@@ -59,7 +59,7 @@ pub struct ConsoleWriter {
 
 #[derive(Debug)]
 enum Target {
-    /// Standard output, which other processes may share.
+    /// Standard output or standard error, which other processes may share.
     Stream(OwnedFd),
     Files(Files),
 }
@@ -81,6 +81,23 @@ impl ConsoleOutput {
     /// An output that discards everything.
     pub fn nowhere() -> Self {
         Self(None)
+    }
+
+    /// An output to `stream`, which other processes may share, and its thread.
+    pub(crate) fn stream(stream: OwnedFd) -> (Self, ConsoleWriter) {
+        Self::to(Target::Stream(stream))
+    }
+
+    /// Writes all of `bytes`, or nothing if there is no room for them; returns whether there was.
+    pub(crate) fn push_whole(&self, bytes: &[u8]) -> bool {
+        let Some(shared) = &self.0 else { return true };
+        let mut state = shared.lock();
+        let fits = !state.closed && bytes.len() <= BACKLOG_BYTES - state.backlog.len();
+        if fits {
+            state.backlog.extend(bytes);
+            shared.changed.notify_all();
+        }
+        fits
     }
 
     fn to(target: Target) -> (Self, ConsoleWriter) {
@@ -129,10 +146,10 @@ impl Write for ConsoleOutput {
 }
 
 impl ConsoleWriter {
-    /// Starts the thread, which calls `restrict` first.
-    pub fn spawn(mut self, restrict: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    /// Starts the thread `name`, which calls `restrict` first.
+    pub fn spawn(mut self, name: &str, restrict: impl FnOnce() + Send + 'static) -> io::Result<()> {
         // Not joined: it may be in a write that does not return.
-        thread::Builder::new().name("console".to_owned()).spawn(move || {
+        thread::Builder::new().name(name.to_owned()).spawn(move || {
             restrict();
             self.run();
         })?;

@@ -278,6 +278,19 @@ fn set_tsc_frequency(
     Ok(frequencies)
 }
 
+/// What a thread that writes the console's output or the log does first.
+pub(super) fn restrict_writer(
+    filters: &Filters,
+    exit: &Arc<ExitSignal>,
+) -> impl FnOnce() + Send + 'static {
+    let (filter, exit) = (filters.for_thread(ThreadKind::Console), exit.clone());
+    move || {
+        if let Err(error) = filter.apply() {
+            exit.raise(GuestExit::Monitor { message: error.to_string() });
+        }
+    }
+}
+
 fn event() -> Result<EventFd, VmError> {
     EventFd::new(EFD_NONBLOCK).map_err(VmError::host("create an event"))
 }
@@ -401,13 +414,8 @@ impl Assembly<'_> {
         input_read: &EventFd,
     ) -> Result<Arc<Mutex<Serial>>, VmError> {
         let opened = ConsoleOutput::open(&config.serial).and_then(|(output, writer)| {
-            let (filter, exit) = (self.filters.for_thread(ThreadKind::Console), self.exit.clone());
-            let restrict = move || {
-                if let Err(error) = filter.apply() {
-                    exit.raise(GuestExit::Monitor { message: error.to_string() });
-                }
-            };
-            writer.map_or(Ok(()), |writer| writer.spawn(restrict)).map(|()| output)
+            let restrict = restrict_writer(self.filters, self.exit);
+            writer.map_or(Ok(()), |writer| writer.spawn("console", restrict)).map(|()| output)
         });
         let output = opened.map_err(|source| VmError::Console {
             console: format!("{:?}", config.serial),

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::build::{Built, Origin, build};
+use super::build::{Built, Origin, build, restrict_writer};
 use super::migration::MigrationThread;
 use super::reboots::RecentReboots;
 use super::terminal::{EscapeSequence, RawTerminal, Typed};
@@ -84,6 +84,7 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
     let api = api.map(|socket| isolation.keep(socket.into_parts())).transpose()?;
     let filters = Filters::new(config.seccomp)?.with_rights(isolation.rights());
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
+    start_log(&filters, &exit)?;
     let Built { mut vm, input_read } = build(config, origin, &filters, &exit)?;
     isolation.complete(vm.needs())?;
     vm.isolation = isolation.info().clone();
@@ -103,6 +104,11 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
     let exit = wait_for_end(&vm, &signals, console, on_reboot);
     finish_console(&vm);
     Ok(exit)
+}
+
+/// From here on, no thread waits for standard error.
+pub(super) fn start_log(filters: &Filters, exit: &Arc<ExitSignal>) -> Result<(), VmError> {
+    crate::log::start(restrict_writer(filters, exit)).map_err(VmError::host("start the log"))
 }
 
 /// Serves the API for `vm`; a failure to restrict the thread is raised as `exit`.

@@ -11,14 +11,14 @@ const SOON: Duration = Duration::from_secs(60);
 fn pipe() -> (File, ConsoleOutput) {
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     let (output, thread) = ConsoleOutput::to(Target::Stream(writer));
-    thread.spawn(|| {}).unwrap();
+    thread.spawn("console", || {}).unwrap();
     (reader.into(), output)
 }
 
 fn file(path: &Path, max: u64) -> ConsoleOutput {
     let config = SerialConfig::File { path: path.to_owned(), max: ByteSize::from_bytes(max) };
     let (output, thread) = ConsoleOutput::open(&config).unwrap();
-    thread.unwrap().spawn(|| {}).unwrap();
+    thread.unwrap().spawn("console", || {}).unwrap();
     output
 }
 
@@ -89,7 +89,7 @@ fn two_files_in_turn_bound_the_output() {
 fn a_full_disk_drops_output_and_is_tried_again() {
     let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
     let (mut console, thread) = ConsoleOutput::to(Target::Stream(full.into()));
-    thread.spawn(|| {}).unwrap();
+    thread.spawn("console", || {}).unwrap();
     for _ in 0..2 {
         console.write_all(&[b'z'; 100]).unwrap();
     }

@@ -31,7 +31,7 @@ use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::Overrides;
 use crate::vm::build::{Arriving, Built, Origin, build};
 use crate::vm::event_loop::signals::Signals;
-use crate::vm::event_loop::{ConsoleInput, finish_console, start_api, wait_for_end};
+use crate::vm::event_loop::{ConsoleInput, finish_console, start_api, start_log, wait_for_end};
 use crate::vm::{Vm, VmError, lock};
 use arrival::{Announced, Answer, Arrival};
 use pending::PendingVm;
@@ -59,6 +59,7 @@ pub fn receive(
     // As for a machine that starts here: before any thread starts.
     let signals = Signals::block().map_err(VmError::host("take over signals"))?;
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
+    start_log(&filters, &exit)?;
     let pending = Arc::new(PendingVm::new(
         exit.clone(),
         config.overrides.clock.unwrap_or(ClockPolicy::Continue),
