@@ -129,3 +129,37 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
         sleep
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use ebb_abi::{PageRange, Pfn};
+
+    use super::*;
+    use crate::testing::World;
+    use crate::{Secret, Settings, StablePages};
+
+    /// Years of sleep would follow from the effort at the new rate.
+    #[test]
+    fn effort_at_the_old_pace_is_forgotten() {
+        let world = World::new();
+        let guest = world.guest(&[PageRange::new(Pfn(0), 100)]);
+        let store = StablePages::new(world.slots(0));
+        // A stopped worker keeps its effort.
+        let settings = Settings { run: Run::Stop, ..Settings::default() };
+        let merger = Merger::new(guest.memory(), store, Secret([3; 32]), settings).unwrap();
+        let (mut worker, control) = Worker::new(merger);
+        worker.effort.pages = 1 << 40;
+        thread::scope(|scope| {
+            let thread = scope.spawn(move || {
+                worker.run(&SystemClock);
+                worker.effort
+            });
+            // Answered when the worker has made the change.
+            control.change(|settings| settings.pages_per_second = Some(1)).unwrap();
+            control.stop();
+            assert!(thread.join().unwrap().pages < 1 << 40);
+        });
+    }
+}

@@ -33,6 +33,9 @@ pub const EMULATED_FROM_NS: f64 = 100.0;
 /// Most runs. The scheduler of a busy machine may preempt a run, which then looks slow.
 const RUNS: u32 = 5;
 
+/// Most time for all of them. An emulating KVM takes less than a second.
+const TIME_LIMIT: Duration = Duration::from_secs(30);
+
 /// The smallest guest memory that the monitor can merge, in bytes.
 const LEAST_MERGED_BYTES: u64 = 2 << 20;
 
@@ -177,7 +180,7 @@ fn examine(device: &Path, result: &mut KvmProbe) -> Result<guest::Run, KvmQualit
             remedy: KERNEL_REMEDY.to_owned(),
         });
     }
-    guest::best_run(&kvm, RUNS).map_err(|error| KvmQuality::Unavailable {
+    guest::best_run(kvm, RUNS, TIME_LIMIT).map_err(|error| KvmQuality::Unavailable {
         reason: error.to_string(),
         remedy: "see the kernel's log (dmesg); another hypervisor may be using the \
                      processor's virtualization"

@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvm_ioctls::VcpuExit;
+use kvm_ioctls::{VcpuExit, VcpuFd};
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
 use super::{CpuError, Vcpu};
@@ -94,8 +94,7 @@ impl VcpuThreads {
         counters: &Arc<ExitCounters>,
         filters: &Filters,
     ) -> io::Result<Self> {
-        register_signal_handler(SIGRTMIN(), on_kick)
-            .map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
+        handle_kicks()?;
         let state = State {
             goal: Goal::Pause,
             parked: 0,
@@ -120,14 +119,13 @@ impl VcpuThreads {
             let name = format!("vcpu{}", vcpu.index);
             result.threads.push(std::thread::Builder::new().name(name).spawn(move || {
                 let _ended = OnEnd(&shared);
-                install_kick_target(&mut vcpu);
+                let _kicks = KickTarget::install(&mut vcpu.fd);
                 match filter.apply() {
                     Ok(()) => run(&shared, &buses, &mut vcpu),
                     Err(error) => {
                         shared.exit.raise(GuestExit::Monitor { message: error.to_string() });
                     }
                 }
-                KICK_TARGET.set(ptr::null_mut());
             })?);
         }
         result.wait_until_parked();
@@ -235,10 +233,7 @@ impl VcpuThreads {
 
     /// Interrupts KVM_RUN in all threads.
     fn kick(&self) {
-        for thread in &self.threads {
-            // A thread that has ended cannot be signalled and need not be.
-            let _ = thread.kill(SIGRTMIN());
-        }
+        self.threads.iter().for_each(kick);
     }
 
     fn wait_until_parked(&self) {
@@ -289,8 +284,33 @@ extern "C" fn on_kick(
     }
 }
 
-fn install_kick_target(vcpu: &mut Vcpu) {
-    KICK_TARGET.set(&raw mut vcpu.fd.get_kvm_run().immediate_exit);
+/// Handles the signal of [`kick`].
+pub(crate) fn handle_kicks() -> io::Result<()> {
+    register_signal_handler(SIGRTMIN(), on_kick)
+        .map_err(|error| io::Error::from_raw_os_error(error.errno()))
+}
+
+/// Makes KVM_RUN return with EINTR in the thread, now or at its next call, if the thread has a
+/// [`KickTarget`].
+pub(crate) fn kick<T>(thread: &JoinHandle<T>) {
+    // A thread that has ended cannot be signalled and need not be.
+    let _ = thread.kill(SIGRTMIN());
+}
+
+/// The vCPU that this thread runs, for kicks. Drop it before the vCPU.
+pub(crate) struct KickTarget(());
+
+impl KickTarget {
+    pub(crate) fn install(vcpu: &mut VcpuFd) -> Self {
+        KICK_TARGET.set(&raw mut vcpu.get_kvm_run().immediate_exit);
+        Self(())
+    }
+}
+
+impl Drop for KickTarget {
+    fn drop(&mut self) {
+        KICK_TARGET.set(ptr::null_mut());
+    }
 }
 
 /// Whether the thread continues.

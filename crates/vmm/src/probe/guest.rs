@@ -1,5 +1,7 @@
 //! A throw-away virtual machine that counts down in 64-bit mode.
 
+use std::sync::mpsc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment, kvm_userspace_memory_region};
@@ -7,6 +9,7 @@ use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 use super::ITERATIONS;
+use crate::cpu::threads::{KickTarget, handle_kicks, kick};
 
 /// All of the guest's memory.
 const MEMORY_BYTES: u64 = 64 << 10;
@@ -59,6 +62,8 @@ pub(super) enum GuestError {
     Memory(String),
     #[error("the test guest stopped for an unexpected reason: {0}")]
     Exit(String),
+    #[error("the test guest did not end within {} s", .0.as_secs())]
+    TimeLimit(Duration),
 }
 
 fn kvm_error(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> GuestError {
@@ -73,21 +78,59 @@ struct Guest {
 }
 
 /// The best of up to `runs` runs; stops after the first fast one.
-pub(super) fn best_run(kvm: &Kvm, runs: u32) -> Result<Run, GuestError> {
-    let mut guest = Guest::new(kvm)?;
-    // Keep host page faults and the first entry out of the measurement.
-    guest.run(1)?;
-    let mut best = guest.run(ITERATIONS)?;
-    for _ in 1..runs {
-        if super::KvmQuality::from_run(best.iterations, best.elapsed).runs_linux() {
-            break;
+///
+/// # Errors
+/// [`GuestError::TimeLimit`] also for a KVM that does not return from a run at all: its thread is
+/// left behind then.
+pub(super) fn best_run(kvm: Kvm, runs: u32, limit: Duration) -> Result<Run, GuestError> {
+    within(limit, move |until| {
+        let mut guest = Guest::new(&kvm)?;
+        // Keep host page faults and the first entry out of the measurement.
+        guest.run(1, until)?;
+        let mut best = guest.run(ITERATIONS, until)?;
+        for _ in 1..runs {
+            if super::KvmQuality::from_run(best.iterations, best.elapsed).runs_linux() {
+                break;
+            }
+            let run = guest.run(ITERATIONS, until)?;
+            if run.elapsed < best.elapsed {
+                best = run;
+            }
         }
-        let run = guest.run(ITERATIONS)?;
-        if run.elapsed < best.elapsed {
-            best = run;
+        Ok(best)
+    })
+}
+
+/// Calls `work` with the time at which it must end, in a thread that is interrupted then.
+fn within<T: Send + 'static>(
+    limit: Duration,
+    work: impl FnOnce(Instant) -> Result<T, GuestError> + Send + 'static,
+) -> Result<T, GuestError> {
+    /// Time after an interruption.
+    const GRACE: Duration = Duration::from_secs(2);
+    let no_thread = |error: std::io::Error| GuestError::Exit(format!("no thread: {error}"));
+    handle_kicks().map_err(no_thread)?;
+    let until = Instant::now() + limit;
+    let (sender, receiver) = mpsc::channel();
+    let thread = thread::Builder::new()
+        .name("probe".to_owned())
+        .spawn(move || {
+            // A receiver that has given up does not need it.
+            let _ = sender.send(work(until));
+        })
+        .map_err(no_thread)?;
+    let result = receiver.recv_timeout(limit).or_else(|_| {
+        kick(&thread);
+        receiver.recv_timeout(GRACE)
+    });
+    match result {
+        Ok(result) => {
+            // A panic was printed where it happened.
+            let _ = thread.join();
+            result
         }
+        Err(_) => Err(GuestError::TimeLimit(limit)),
     }
-    Ok(best)
 }
 
 impl Guest {
@@ -133,17 +176,20 @@ impl Guest {
         Ok(Self { vcpu, _vm: vm, _memory: memory })
     }
 
-    /// Runs the loop with `iterations` iterations. There is no time limit: a guest that executes
-    /// anything at all reaches the end, and a signal ends this process as usual.
-    fn run(&mut self, iterations: u64) -> Result<Run, GuestError> {
+    /// Runs the loop with `iterations` iterations. A [`kick`] after `until` ends it.
+    fn run(&mut self, iterations: u64, until: Instant) -> Result<Run, GuestError> {
         let registers =
             kvm_regs { rip: CODE, rcx: iterations, rflags: RFLAGS_RESERVED, ..kvm_regs::default() };
         self.vcpu.set_regs(&registers).map_err(kvm_error("set registers"))?;
         let begin = Instant::now();
+        let _kicks = KickTarget::install(&mut self.vcpu);
         loop {
             match self.vcpu.run() {
                 Ok(VcpuExit::Hlt) => {
                     return Ok(Run { iterations, elapsed: begin.elapsed() });
+                }
+                Err(error) if error.errno() == libc::EINTR && Instant::now() >= until => {
+                    return Err(GuestError::TimeLimit(until.saturating_duration_since(begin)));
                 }
                 // A signal arrived; the loop continues where it was.
                 Ok(VcpuExit::Intr) => {}
@@ -183,4 +229,30 @@ fn set_long_mode(vcpu: &VcpuFd) -> Result<(), GuestError> {
     special.cr4 = CR4_PAE;
     special.efer = EFER_LME | EFER_LMA;
     vcpu.set_sregs(&special).map_err(kvm_error("set special registers"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_does_not_end_is_interrupted() {
+        const LIMIT: Duration = Duration::from_millis(50);
+        // Elsewhere there is nothing to interrupt.
+        let Ok(kvm) = Kvm::new() else { return };
+        let Ok(mut guest) = Guest::new(&kvm) else { return };
+        // Two minutes where a guest takes 30 ns for an iteration.
+        let end = within(LIMIT, move |until| guest.run(u64::from(u32::MAX), until));
+        assert!(matches!(end, Err(GuestError::TimeLimit(_))), "{end:?}");
+    }
+
+    #[test]
+    fn a_kvm_that_does_not_return_is_left_behind() {
+        let (_never, forever) = mpsc::channel::<()>();
+        let end = within(Duration::from_millis(50), move |_| {
+            let _ = forever.recv();
+            Ok(())
+        });
+        assert!(matches!(end, Err(GuestError::TimeLimit(_))), "{end:?}");
+    }
 }

@@ -288,19 +288,25 @@ fn lock(file: &File, path: &Path, readonly: Switch) -> Result<(), DiskError> {
     let is_block_device = rustix::fs::fstat(file)
         .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice);
     let patience = if is_block_device { LOCK_PATIENCE } else { Duration::ZERO };
+    match patiently(patience, || rustix::fs::flock(file, operation)) {
+        Ok(()) => Ok(()),
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(DiskError::InUse { path: path.to_owned() }),
+        Err(error) => Err(DiskError::Open { path: path.to_owned(), source: error.into() }),
+    }
+}
+
+/// Calls `attempt` until another process does not hold the lock, for `patience` at most.
+fn patiently(
+    patience: Duration,
+    mut attempt: impl FnMut() -> rustix::io::Result<()>,
+) -> rustix::io::Result<()> {
     let begin = Instant::now();
     loop {
-        match rustix::fs::flock(file, operation) {
-            Ok(()) => return Ok(()),
+        match attempt() {
             Err(rustix::io::Errno::WOULDBLOCK) if begin.elapsed() < patience => {
                 std::thread::sleep(LOCK_RETRY);
             }
-            Err(rustix::io::Errno::WOULDBLOCK) => {
-                return Err(DiskError::InUse { path: path.to_owned() });
-            }
-            Err(error) => {
-                return Err(DiskError::Open { path: path.to_owned(), source: error.into() });
-            }
+            result => return result,
         }
     }
 }

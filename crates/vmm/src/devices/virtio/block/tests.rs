@@ -157,6 +157,27 @@ fn the_largest_request_is_served() {
     assert!(disk.position(0, largest + 512).is_none());
 }
 
+/// udev holds a block device's lock for a moment.
+#[test]
+fn a_lock_that_is_held_for_a_moment_is_tried_again() {
+    use rustix::io::Errno;
+    let attempts = |patience, results: &[rustix::io::Result<()>]| {
+        let mut made = 0;
+        let result = patiently(patience, || {
+            made += 1;
+            results.get(made - 1).copied().unwrap_or(Err(Errno::WOULDBLOCK))
+        });
+        (result, made)
+    };
+    let held = Err(Errno::WOULDBLOCK);
+    let hour = Duration::from_secs(3600);
+    assert_eq!(attempts(hour, &[held, held, Ok(())]), (Ok(()), 3));
+    assert_eq!(attempts(hour, &[held, Err(Errno::IO)]), (Err(Errno::IO), 2));
+    assert_eq!(attempts(Duration::ZERO, &[held, Ok(())]), (held, 1));
+    let (result, made) = attempts(3 * LOCK_RETRY, &[]);
+    assert!(result == held && (1..=4).contains(&made), "{made}");
+}
+
 /// A failed write-back is reported once for each open file, which also has its own position.
 #[test]
 fn writing_back_early_uses_an_open_file_of_its_own() {
