@@ -5,7 +5,9 @@
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use ebb_vmm::api::{Client, VmInfo};
 use ebb_vmm::probe::{self, KvmQuality};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 fn ebb(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_ebb")).args(arguments).output().expect("ebb runs")
@@ -88,11 +90,7 @@ fn a_monitor_ends_although_nobody_reads_its_log() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = |name: &str| directory.path().join(name).to_str().expect("a path").to_owned();
     let (_never_read, log) = std::io::pipe().expect("a pipe");
-    // Blocks when the pipe is full, and keeps it full.
     let mut filler = log.try_clone().expect("a descriptor");
-    std::thread::spawn(move || {
-        let _ = std::io::Write::write_all(&mut filler, &[0; 1 << 20]);
-    });
     let mut monitor = Command::new(env!("CARGO_BIN_EXE_ebb"))
         .args(["--log", "trace", "receive", "--emulated-kvm", "use", "--serial", "null"])
         .args(["--on-reboot", "exit", "--listen", &format!("unix:{}", path("migration"))])
@@ -101,19 +99,32 @@ fn a_monitor_ends_although_nobody_reads_its_log() {
         .stderr(log)
         .spawn()
         .expect("ebb runs");
-    // It handles signals before it listens.
     let begin = Instant::now();
-    while !directory.path().join("migration").exists() {
-        assert!(begin.elapsed() < Duration::from_secs(60), "it does not listen");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    let wait_until = |what: &str, done: &mut dyn FnMut() -> bool| {
+        while !done() {
+            assert!(begin.elapsed() < Duration::from_secs(120), "{what}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    };
+    let client = Client::new(path("api"), Duration::from_secs(5));
+    wait_until("its API is served", &mut || client.get::<VmInfo>("/vm").is_ok());
+    // Blocks when the pipe is full, and keeps it full.
+    let full = filler.try_clone().expect("a descriptor");
+    std::thread::spawn(move || {
+        let _ = std::io::Write::write_all(&mut filler, &[0; 1 << 20]);
+    });
+    wait_until("the pipe is full", &mut || {
+        let mut fds = [PollFd::new(&full, PollFlags::OUT)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut fds, Some(&now)).expect("a state") == 0
+    });
     let pid = rustix::process::Pid::from_child(&monitor);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("a signal");
     let status = loop {
         if let Some(status) = monitor.try_wait().expect("a child") {
             break status;
         }
-        if begin.elapsed() > Duration::from_secs(120) {
+        if begin.elapsed() > Duration::from_secs(240) {
             let _ = monitor.kill();
             panic!("the monitor waits for its log");
         }

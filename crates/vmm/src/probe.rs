@@ -180,7 +180,7 @@ fn examine(device: &Path, result: &mut KvmProbe) -> Result<guest::Run, KvmQualit
             remedy: KERNEL_REMEDY.to_owned(),
         });
     }
-    guest::best_run(kvm, RUNS, TIME_LIMIT).map_err(|error| KvmQuality::Unavailable {
+    guest::best_run(&kvm, RUNS, TIME_LIMIT).map_err(|error| KvmQuality::Unavailable {
         reason: error.to_string(),
         remedy: "see the kernel's log (dmesg); another hypervisor may be using the \
                      processor's virtualization"

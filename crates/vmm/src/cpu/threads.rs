@@ -233,7 +233,10 @@ impl VcpuThreads {
 
     /// Interrupts KVM_RUN in all threads.
     fn kick(&self) {
-        self.threads.iter().for_each(kick);
+        for thread in &self.threads {
+            // A thread that has ended cannot be signalled and need not be.
+            let _ = thread.kill(SIGRTMIN());
+        }
     }
 
     fn wait_until_parked(&self) {
@@ -284,17 +287,11 @@ extern "C" fn on_kick(
     }
 }
 
-/// Handles the signal of [`kick`].
+/// Handles SIGRTMIN, which makes KVM_RUN return with EINTR in a thread with a [`KickTarget`], now or
+/// at its next call.
 pub(crate) fn handle_kicks() -> io::Result<()> {
     register_signal_handler(SIGRTMIN(), on_kick)
         .map_err(|error| io::Error::from_raw_os_error(error.errno()))
-}
-
-/// Makes KVM_RUN return with EINTR in the thread, now or at its next call, if the thread has a
-/// [`KickTarget`].
-pub(crate) fn kick<T>(thread: &JoinHandle<T>) {
-    // A thread that has ended cannot be signalled and need not be.
-    let _ = thread.kill(SIGRTMIN());
 }
 
 /// The vCPU that this thread runs, for kicks. Drop it before the vCPU.

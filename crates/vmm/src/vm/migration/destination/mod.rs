@@ -59,7 +59,6 @@ pub fn receive(
     // As for a machine that starts here: before any thread starts.
     let signals = Signals::block().map_err(VmError::host("take over signals"))?;
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
-    start_log(&filters, &exit)?;
     let pending = Arc::new(PendingVm::new(
         exit.clone(),
         config.overrides.clock.unwrap_or(ClockPolicy::Continue),
@@ -70,13 +69,14 @@ pub fn receive(
     let mut listener =
         Listener::bind(&config.listen, &config.security, &greeting(), &limits, &session)
             .map_err(|error| VmError::NotReceived(error.to_string()))?;
-    on_listening(listener.address());
     let file = listener.take_file();
     let has_names = api.is_some() || file.is_some();
     let sockets = if has_names { Sockets::Some } else { Sockets::None };
     let seccomp = config.overrides.seccomp;
     let mut isolation = Isolation::begin(&config.overrides.isolation, seccomp, sockets)?;
     let filters = Filters::new(seccomp)?.with_rights(isolation.rights());
+    start_log(&filters, &exit)?;
+    on_listening(listener.address());
     let name = file.map(|file| isolation.keep_name(file)).transpose()?;
     let api = api.map(|socket| isolation.keep(socket.into_parts())).transpose()?;
     let _api = api.map(|socket| start_api(socket, pending.clone(), &exit, &filters)).transpose()?;
