@@ -22,9 +22,10 @@ pub const TESTS: &[Test] = &[
 ];
 
 /// Errors that the device distinguishes (`ebb_balloon::GuestError`).
-const KINDS: [&str; 20] = [
+const KINDS: [&str; 21] = [
     "broken_queue",
     "bad_head",
+    "indirect_table",
     "empty_chain",
     "oversized_chain",
     "wrong_direction",
