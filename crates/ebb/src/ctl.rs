@@ -9,8 +9,7 @@ use anyhow::Context as _;
 use ebb_vmm::api::{
     BalloonFeature, BalloonInfo, BalloonState, BalloonTarget, Client, ClientError,
     FreePagesRequest, MAX_STATISTICS_INTERVAL_SECONDS, MergeSettings, RateLimits, SnapshotReport,
-    StatisticsDocument, StatisticsInterval, TrimReport, VmInfo, VmState,
-    prometheus,
+    StatisticsDocument, StatisticsInterval, TrimReport, VmInfo, VmState, prometheus,
 };
 use ebb_vmm::config::Backing;
 use ebb_vmm::size::ByteSize;
