@@ -68,7 +68,6 @@ struct Tested {
     processed: Arc<AtomicUsize>,
     left: Arc<AtomicUsize>,
     throttle: Arc<Throttle>,
-    transport: Arc<Mutex<MmioTransport<Idle>>>,
 }
 
 /// A thread for a device with a driver, which passes `gate` whenever it is quiesced.
@@ -92,8 +91,8 @@ fn tested(limits: RateLimits, gate: Arc<Mutex<()>>) -> Tested {
     let exit = Arc::new(ExitSignal::new().unwrap());
     let filters = Filters::new(Switch::Off).unwrap();
     let transport = Arc::new(Mutex::new(transport));
-    let worker = Worker::spawn("test", transport.clone(), &filters, exit).unwrap();
-    Tested { worker, kick, quiesced, processed, left, throttle, transport }
+    let worker = Worker::spawn("test", transport, &filters, exit).unwrap();
+    Tested { worker, kick, quiesced, processed, left, throttle }
 }
 
 fn worker() -> (Worker, Arc<AtomicUsize>) {
