@@ -151,7 +151,7 @@ mod tests {
             while !bucket.try_take(second, now) {
                 let wait = bucket.wait(second, now);
                 prop_assert!(!wait.is_zero());
-                let early = now + wait - Duration::from_nanos(1);
+                let early = now + wait.saturating_sub(Duration::from_nanos(1));
                 prop_assert!(!bucket.clone().try_take(second, early));
                 now += wait;
                 if wait < MOST_WAIT {

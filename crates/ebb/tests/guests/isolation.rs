@@ -55,7 +55,7 @@ fn namespaces(pid: &str) -> Vec<String> {
 
 fn nothing_is_left(scene: &Scene) {
     let disk = scene.path("disk");
-    fs::write(&disk, [0; 1 << 20]).unwrap();
+    fs::write(&disk, vec![0; 1 << 20]).unwrap();
     let mut path = std::ffi::OsString::from("path=");
     path.push(&disk);
     let start = |name: &str| {
@@ -81,7 +81,7 @@ fn nothing_is_left(scene: &Scene) {
     for entry in fs::read_dir(format!("{process}/fd")).unwrap() {
         let path = entry.unwrap().path();
         // Through a directory, files could be reached in spite of the empty root.
-        assert!(!fs::metadata(&path).is_ok_and(|file| file.is_dir()), "{path:?}");
+        assert!(!fs::metadata(&path).is_ok_and(|file| file.is_dir()), "{}", path.display());
     }
 
     // Everything that was opened still works.

@@ -65,7 +65,7 @@ impl RateLimits {
     /// Takes the keys of the limits from an option.
     pub(super) fn take(pairs: &mut Pairs<'_>) -> Result<Self, ConfigError> {
         let mut size = |key| {
-            let size = pairs.take_size(key)?.map(|size| size.bytes());
+            let size = pairs.take_size(key)?.map(crate::size::ByteSize::bytes);
             size.map_or(Ok(None), |bytes| pairs.within(key, bytes, MOST).map(Some))
         };
         let (bandwidth, bandwidth_burst) = (size("bandwidth")?, size("bandwidth_burst")?);

@@ -420,8 +420,11 @@ fn run(shared: &Shared, buses: &Buses, vcpu: &mut Vcpu) {
     // A string instruction accesses a port several times in one exit, and `VcpuExit` does not have
     // the size of an access.
     // SAFETY: the pointer is to the vCPU's run structure, which stays mapped as long as `vcpu`
-    // lives. It is read after an exit for a port access, for which KVM has set this field.
-    let element_bytes = || unsafe { (&raw const (*run).__bindgen_anon_1.io.size).read_volatile() };
+    // lives.
+    let element_bytes = unsafe { &raw const (*run).__bindgen_anon_1.io.size };
+    // SAFETY: as above; it is called after an exit for a port access, for which KVM has set this
+    // field.
+    let element_bytes = || unsafe { element_bytes.read_volatile() };
     let count = |counter: &AtomicU64| {
         counter.fetch_add(1, Ordering::Relaxed);
     };

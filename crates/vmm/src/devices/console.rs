@@ -171,16 +171,13 @@ impl ConsoleWriter {
             drop(state);
             let written = self.target.write(&chunk);
             let mut state = self.shared.lock();
-            match written {
-                Ok(lost) => {
-                    state.backlog.drain(..chunk.len());
-                    state.dropped_bytes += lost as u64;
-                }
-                Err(_) => {
-                    state.dropped_bytes += state.backlog.len() as u64;
-                    state.backlog.clear();
-                    state.closed = true;
-                }
+            if let Ok(lost) = written {
+                state.backlog.drain(..chunk.len());
+                state.dropped_bytes += lost as u64;
+            } else {
+                state.dropped_bytes += state.backlog.len() as u64;
+                state.backlog.clear();
+                state.closed = true;
             }
             if state.backlog.is_empty() {
                 self.shared.changed.notify_all();

@@ -1,11 +1,12 @@
 //! The user that a monitor becomes when root has started it.
 
-use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
+use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
-use rustix::fs::{Gid, Uid};
+use rustix::fs::{FlockOperation, Gid, Uid};
+use rustix::io::Errno;
 
 use super::IsolationError;
 
@@ -119,10 +120,10 @@ fn dynamic() -> Result<Identity, IsolationError> {
             .custom_flags(libc::O_NOFOLLOW)
             .open(Path::new(LOCKS).join(id.to_string()))
             .map_err(failed("open the lock of a user id"))?;
-        match lock.try_lock() {
+        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
-            Err(TryLockError::WouldBlock) => continue,
-            Err(TryLockError::Error(error)) => return Err(failed("lock a user id")(error)),
+            Err(Errno::WOULDBLOCK) => continue,
+            Err(errno) => return Err(failed("lock a user id")(errno.into())),
         }
         keep(lock);
         return Ok(Identity { uid: Uid::from_raw(id), gid: Gid::from_raw(id), is_dynamic: true });

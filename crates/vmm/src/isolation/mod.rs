@@ -184,7 +184,6 @@ fn restrict_paths() -> io::Result<bool> {
 #[derive(Debug)]
 pub(crate) struct Isolation {
     rights: ThreadRights,
-    namespaces: Option<Namespaces>,
     companion: Option<Companion>,
     info: IsolationInfo,
 }
@@ -242,7 +241,7 @@ impl Isolation {
         }
         config.cgroup.iter().try_for_each(CgroupConfig::enter)?;
         let rights = ThreadRights::default();
-        let mut isolation = Self { rights, namespaces: None, companion, info };
+        let mut isolation = Self { rights, companion, info };
         if config.mode == IsolationMode::Off {
             return Ok(isolation);
         }
@@ -251,7 +250,6 @@ impl Isolation {
             Ok(namespaces) => {
                 isolation.info.namespaces =
                     namespaces.names().iter().map(|name| (*name).to_owned()).collect();
-                isolation.namespaces = Some(namespaces);
             }
             Err(error) => isolation.misses(format!("namespaces: {error}")),
         }
@@ -270,7 +268,7 @@ impl Isolation {
                     restrict_paths()
                 })
                 .join()
-                .unwrap_or_else(|_| Ok(false))
+                .unwrap_or(Ok(false))
         });
         match landlock {
             Ok(true) => isolation.info.landlock = true,
@@ -318,9 +316,8 @@ impl Isolation {
         if self.info.mode == IsolationMode::Off {
             return Ok(());
         }
-        if let Some(namespaces) = &self.namespaces {
-            namespaces
-                .empty_root()
+        if !self.info.namespaces.is_empty() {
+            Namespaces::empty_root()
                 .map_err(IsolationError::step("leave the host's file system"))?;
             self.info.empty_root = true;
         }

@@ -55,7 +55,7 @@ impl Namespaces {
 
     /// Replaces the root by an empty read-only one for all threads of the process. Open files stay
     /// open.
-    pub(super) fn empty_root(&self) -> io::Result<()> {
+    pub(super) fn empty_root() -> io::Result<()> {
         const PLACES: [&str; 4] = ["/proc", "/tmp", "/run", "/var"];
         let place = PLACES.into_iter().find(|place| Path::new(place).is_dir());
         let place = place.ok_or_else(|| io::Error::other("there is no directory to mount on"))?;

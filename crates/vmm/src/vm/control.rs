@@ -283,10 +283,11 @@ mod tests {
     #[test]
     fn a_state_that_allows_a_change_stays_while_it_is_made() {
         let state = Mutex::new(VmState::Running);
-        let check: [fn(&Mutex<VmState>) -> Result<MutexGuard<'_, VmState>, ControlError>; 2] =
-            [|state| unless_given_away(lock(state)), |state| only_running(lock(state), "answer")];
-        for check in check {
-            let held = check(&state).unwrap();
+        for check in 0..2 {
+            let held = match check {
+                0 => unless_given_away(lock(&state)).unwrap(),
+                _ => only_running(lock(&state), "answer").unwrap(),
+            };
             assert!(state.try_lock().is_err());
             drop(held);
             assert!(state.try_lock().is_ok());

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// The two files. Both are open from the start, since nothing is opened later.
 #[derive(Debug)]
 pub(super) struct Files {
-    files: [File; 2],
+    pair: [File; 2],
     /// The one that output goes to.
     current: usize,
     /// Room in it, in bytes.
@@ -23,15 +23,15 @@ impl Files {
     pub(super) fn open(path: &Path, max_bytes: u64) -> io::Result<Self> {
         let mut other = path.as_os_str().to_owned();
         other.push(".1");
-        let files = [create(path)?, create(&PathBuf::from(other))?];
+        let pair = [create(path)?, create(&PathBuf::from(other))?];
         let written = |file: &File| file.metadata().and_then(|data| written(&data));
-        let times = (written(&files[0])?, written(&files[1])?);
+        let times = (written(&pair[0])?, written(&pair[1])?);
         // Within the same tick of the clock, the full one was first.
-        let is_full = || files[0].metadata().map(|data| data.len() >= max_bytes);
+        let is_full = || pair[0].metadata().map(|data| data.len() >= max_bytes);
         let second = times.1 > times.0 || times.0.is_some() && times.0 == times.1 && is_full()?;
         let current = usize::from(second);
-        let used_bytes = files[current].metadata()?.len();
-        Ok(Self { current, left_bytes: max_bytes.saturating_sub(used_bytes), max_bytes, files })
+        let used_bytes = pair[current].metadata()?.len();
+        Ok(Self { current, left_bytes: max_bytes.saturating_sub(used_bytes), max_bytes, pair })
     }
 
     /// Writes `bytes`; returns how many of them are lost because the disk is full or fails. Later
@@ -43,7 +43,7 @@ impl Files {
                 return left.len();
             }
             let length = left.len().min(usize::try_from(self.left_bytes).unwrap_or(usize::MAX));
-            match self.files[self.current].write(&left[..length]) {
+            match self.pair[self.current].write(&left[..length]) {
                 Ok(0) => return left.len(),
                 Ok(written) => {
                     left = &left[written..];
@@ -58,7 +58,7 @@ impl Files {
 
     fn change(&mut self) -> io::Result<()> {
         let other = 1 - self.current;
-        self.files[other].set_len(0)?;
+        self.pair[other].set_len(0)?;
         (self.current, self.left_bytes) = (other, self.max_bytes);
         Ok(())
     }

@@ -381,9 +381,10 @@ impl VirtioDevice for Block {
                 work.more = false;
                 break;
             };
-            let served = match is_refused(&queue, &self.memory, chain.head_index()) {
-                true => Some(Served::default()),
-                false => self.serve(&chain),
+            let served = if is_refused(&queue, &self.memory, chain.head_index()) {
+                Some(Served::default())
+            } else {
+                self.serve(&chain)
             };
             let Some(served) = served else {
                 queue.go_to_previous_position();

@@ -68,9 +68,10 @@ impl VirtioDevice for Rng {
             let Some(chain) = queue.pop_descriptor_chain(&self.memory) else { return work };
             let head = chain.head_index();
             // The guest could change them between the limit and the write.
-            let buffers: Vec<Descriptor> = match is_refused(queue, &self.memory, head) {
-                true => Vec::new(),
-                false => chain.writable().collect(),
+            let buffers: Vec<Descriptor> = if is_refused(queue, &self.memory, head) {
+                Vec::new()
+            } else {
+                chain.writable().collect()
             };
             let requested = buffers.iter().map(|buffer| u64::from(buffer.len())).sum::<u64>();
             let bytes = requested.min(BYTES_A_BUFFER as u64);

@@ -137,18 +137,19 @@ impl Server {
         );
         let directory = directory.map_err(|errno| match errno {
             Errno::XDEV => self.not_allowed(path),
-            errno => format!("cannot open the directory of {path:?}: {errno}"),
+            errno => format!("cannot open the directory of {}: {errno}", path.display()),
         })?;
         NewSnapshot::create_in(directory, path).map_err(|error| error.to_string())
     }
 
     fn not_allowed(&self, path: &Path) -> String {
-        let tops: Vec<_> = self.allowed.iter().map(|(top, _)| format!("{top:?}")).collect();
+        let tops = self.allowed.iter().map(|(top, _)| top.display().to_string());
+        let tops: Vec<_> = tops.collect();
         if tops.is_empty() {
             return "no file descriptor came with the request, and the monitor opens no paths"
                 .to_owned();
         }
-        format!("{path:?} is not below {} (--allow-dir)", tops.join(" or "))
+        format!("{} is not below {} (--allow-dir)", path.display(), tops.join(" or "))
     }
 
     /// Gives up capabilities, system calls, and all files but those of the directories. The user
