@@ -66,7 +66,7 @@ struct Report {
 }
 
 /// Examines the machine and prints the results. Succeeds if guests run here.
-pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(socket) = &args.vm {
         return machine::run(socket, args.json);
     }

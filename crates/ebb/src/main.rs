@@ -75,7 +75,7 @@ fn main() -> ExitCode {
             Command::Snapshot(args) => snapshot::run(args),
             Command::Ctl(args) => ctl::run(args),
             Command::MergeBroker(args) => merge_broker::run(args),
-            Command::Doctor(args) => doctor::run(args),
+            Command::Doctor(args) => doctor::run(&args),
             Command::ExtractVmlinux(args) => extract_vmlinux::run(args),
             Command::Companion => Ok(serve_companion().map(|()| ExitCode::SUCCESS)?),
         },

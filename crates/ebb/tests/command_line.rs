@@ -111,7 +111,7 @@ fn a_monitor_ends_although_nobody_reads_its_log() {
     // Blocks when the pipe is full, and keeps it full.
     let full = filler.try_clone().expect("a descriptor");
     std::thread::spawn(move || {
-        let _ = std::io::Write::write_all(&mut filler, &[0; 1 << 20]);
+        let _ = std::io::Write::write_all(&mut filler, &vec![0; 1 << 20]);
     });
     wait_until("the pipe is full", &mut || {
         let mut fds = [PollFd::new(&full, PollFlags::OUT)];
