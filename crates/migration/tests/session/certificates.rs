@@ -90,8 +90,8 @@ impl Authority {
 }
 
 /// TLS security with these files.
-pub fn tls(files: Files) -> Security {
-    try_tls(&files).unwrap()
+pub fn tls(files: &Files) -> Security {
+    try_tls(files).unwrap()
 }
 
 /// The same, unless one cannot be opened.

@@ -189,7 +189,7 @@ fn plain_connections_are_cut_anywhere() {
 #[test]
 fn encrypted_connections_are_cut_anywhere() {
     let authority = Authority::new("authority");
-    let source = tls(authority.files("a.example", &Validity::Now));
-    let destination = tls(authority.files("127.0.0.1", &Validity::Now));
+    let source = tls(&authority.files("a.example", &Validity::Now));
+    let destination = tls(&authority.files("127.0.0.1", &Validity::Now));
     cut_at_many_bytes(&source, &destination);
 }

@@ -31,7 +31,7 @@ fn refused(at_destination: &Security, at_source: &Security) -> (SessionError, St
 #[test]
 fn a_machine_moves_over_tls() {
     let authority = Authority::new("authority");
-    let security = tls(authority.files("127.0.0.1", &Validity::Now));
+    let security = tls(&authority.files("127.0.0.1", &Validity::Now));
     let ends = both(&drive::loopback(), &security);
     assert!(matches!(ends, (SourceEnd::Moved, DestinationEnd::Runs)), "{ends:?}");
 }
@@ -42,13 +42,13 @@ fn a_certificate_must_be_for_the_host_or_the_configured_name() {
     let limits = TimeLimits::default();
     for (host, name) in [("localhost", None), ("127.0.0.1", Some("b.example"))] {
         let certificate = authority.files(name.unwrap_or(host), &Validity::Now);
-        let listener = listen(&drive::loopback(), &tls(certificate), &limits);
+        let listener = listen(&drive::loopback(), &tls(&certificate), &limits);
         let Address::Tcp { port, .. } = *listener.address() else { panic!("not TCP") };
         let destination = drive::spawn(listener);
         let files = authority.files("a.example", &Validity::Now);
         let files = Files { peer_names: name.into_iter().map(str::to_owned).collect(), ..files };
         let end =
-            drive::source(&Address::Tcp { host: host.to_owned(), port }, &tls(files), &limits);
+            drive::source(&Address::Tcp { host: host.to_owned(), port }, &tls(&files), &limits);
         assert!(matches!(end, SourceEnd::Moved), "{end:?}");
         assert!(matches!(destination.join().unwrap(), DestinationEnd::Runs));
     }
@@ -59,7 +59,7 @@ fn a_source_of_another_authority_is_refused_there() {
     let (ours, other) = (Authority::new("ours"), Authority::new("other"));
     let mut source = other.files("a.example", &Validity::Now);
     source.authorities = ours.path();
-    let (error, logged) = refused(&tls(ours.files("127.0.0.1", &Validity::Now)), &tls(source));
+    let (error, logged) = refused(&tls(&ours.files("127.0.0.1", &Validity::Now)), &tls(&source));
     assert!(matches!(error, SessionError::CertificateRefusedThere { .. }), "{error:?}");
     assert!(error.to_string().contains("--tls-ca"), "{error}");
     assert!(
@@ -73,7 +73,8 @@ fn a_destination_of_another_authority_is_refused_here() {
     let (ours, other) = (Authority::new("ours"), Authority::new("other"));
     let mut destination = other.files("127.0.0.1", &Validity::Now);
     destination.authorities = ours.path();
-    let (error, logged) = refused(&tls(destination), &tls(ours.files("a.example", &Validity::Now)));
+    let (error, logged) =
+        refused(&tls(&destination), &tls(&ours.files("a.example", &Validity::Now)));
     assert!(matches!(error, SessionError::CertificateRefusedHere { .. }), "{error:?}");
     assert!(error.to_string().contains("--tls-ca"), "{error}");
     assert!(logged.contains("refuses the certificate of this side"), "{logged}");
@@ -82,8 +83,8 @@ fn a_destination_of_another_authority_is_refused_here() {
 #[test]
 fn an_expired_certificate_is_refused_on_either_side() {
     let authority = Authority::new("authority");
-    let good = |name| tls(authority.files(name, &Validity::Now));
-    let expired = |name| tls(authority.files(name, &Validity::Past));
+    let good = |name| tls(&authority.files(name, &Validity::Now));
+    let expired = |name| tls(&authority.files(name, &Validity::Past));
     let (error, logged) = refused(&expired("127.0.0.1"), &good("a.example"));
     assert!(matches!(error, SessionError::CertificateRefusedHere { .. }), "{error:?}");
     assert!(
@@ -100,8 +101,8 @@ fn an_expired_certificate_is_refused_on_either_side() {
 #[test]
 fn a_certificate_of_the_future_points_to_the_clock() {
     let authority = Authority::new("authority");
-    let future = tls(authority.files("127.0.0.1", &Validity::Future));
-    let (error, _) = refused(&future, &tls(authority.files("a.example", &Validity::Now)));
+    let future = tls(&authority.files("127.0.0.1", &Validity::Future));
+    let (error, _) = refused(&future, &tls(&authority.files("a.example", &Validity::Now)));
     assert!(matches!(error, SessionError::CertificateRefusedHere { .. }), "{error:?}");
     assert!(error.to_string().contains("clock"), "{error}");
 }
@@ -109,8 +110,8 @@ fn a_certificate_of_the_future_points_to_the_clock() {
 #[test]
 fn a_certificate_for_another_name_is_refused_here() {
     let authority = Authority::new("authority");
-    let destination = tls(authority.files("b.example", &Validity::Now));
-    let (error, _) = refused(&destination, &tls(authority.files("a.example", &Validity::Now)));
+    let destination = tls(&authority.files("b.example", &Validity::Now));
+    let (error, _) = refused(&destination, &tls(&authority.files("a.example", &Validity::Now)));
     assert!(matches!(error, SessionError::CertificateRefusedHere { .. }), "{error:?}");
     let text = error.to_string();
     assert!(text.contains("--peer-name") && text.contains("b.example"), "{text}");
@@ -120,8 +121,9 @@ fn a_certificate_for_another_name_is_refused_here() {
 #[test]
 fn a_source_with_another_name_is_refused_there() {
     let authority = Authority::new("authority");
-    let destination = tls(authority.files("127.0.0.1", &Validity::Now));
-    let (error, logged) = refused(&destination, &tls(authority.files("b.example", &Validity::Now)));
+    let destination = tls(&authority.files("127.0.0.1", &Validity::Now));
+    let (error, logged) =
+        refused(&destination, &tls(&authority.files("b.example", &Validity::Now)));
     assert!(matches!(error, SessionError::CertificateRefusedThere { .. }), "{error:?}");
     assert!(logged.contains("--peer-name") && logged.contains("b.example"), "{logged}");
 }
@@ -133,7 +135,7 @@ fn a_destination_needs_the_names_of_its_sources() {
         let peer_names = names.iter().map(|&name| name.to_owned()).collect();
         let files = Files { peer_names, ..authority.files("127.0.0.1", &Validity::Now) };
         let limits = TimeLimits::default();
-        Listener::bind(&drive::loopback(), &tls(files), &greeting("d"), &limits, &handle())
+        Listener::bind(&drive::loopback(), &tls(&files), &greeting("d"), &limits, &handle())
             .unwrap_err()
             .to_string()
     };
@@ -151,10 +153,10 @@ fn a_destination_needs_the_names_of_its_sources() {
 fn a_certificate_is_valid_only_for_its_role() {
     let authority = Authority::new("authority");
     let receiving = |name| {
-        tls(authority.files_for(name, &Validity::Now, &[ExtendedKeyUsagePurpose::ServerAuth]))
+        tls(&authority.files_for(name, &Validity::Now, &[ExtendedKeyUsagePurpose::ServerAuth]))
     };
     let sending = |name| {
-        tls(authority.files_for(name, &Validity::Now, &[ExtendedKeyUsagePurpose::ClientAuth]))
+        tls(&authority.files_for(name, &Validity::Now, &[ExtendedKeyUsagePurpose::ClientAuth]))
     };
     let (error, logged) = refused(&receiving("127.0.0.1"), &receiving("a.example"));
     assert!(matches!(error, SessionError::CertificateRefusedThere { .. }), "{error:?}");
@@ -180,7 +182,7 @@ fn a_source_without_a_certificate_is_refused() {
     let authority = Authority::new("authority");
     let mut listener = listen(
         &drive::loopback(),
-        &tls(authority.files("127.0.0.1", &Validity::Now)),
+        &tls(&authority.files("127.0.0.1", &Validity::Now)),
         &TimeLimits::default(),
     );
     let Address::Tcp { port, .. } = *listener.address() else { panic!("not TCP") };
@@ -218,7 +220,7 @@ fn a_source_without_a_certificate_is_refused() {
 #[test]
 fn tls_on_one_side_only_is_reported_as_such() {
     let authority = Authority::new("authority");
-    let security = tls(authority.files("127.0.0.1", &Validity::Now));
+    let security = tls(&authority.files("127.0.0.1", &Validity::Now));
     let (error, logged) = refused(&Security::Insecure, &security);
     assert!(matches!(error, SessionError::NotEbb { .. } | SessionError::Cut { .. }), "{error:?}");
     assert!(logged.contains("it speaks TLS"), "{logged}");
@@ -239,12 +241,11 @@ fn errors_of_files_name_the_option() {
         let address = drive::loopback();
         let limits = TimeLimits::default();
         let destination =
-            Listener::bind(&address, &tls(files.clone()), &greeting("d"), &limits, &handle())
-                .unwrap_err();
+            Listener::bind(&address, &tls(&files), &greeting("d"), &limits, &handle()).unwrap_err();
         let address = "tcp:127.0.0.1:1".parse().unwrap();
         // Found before anything connects.
         let source =
-            connect(&address, &tls(files), &greeting("s"), &limits, &handle()).unwrap_err();
+            connect(&address, &tls(&files), &greeting("s"), &limits, &handle()).unwrap_err();
         assert!(matches!(source, SessionError::TlsFile { .. }), "{source:?}");
         assert_eq!(source.to_string(), destination.to_string());
         source.to_string()
@@ -284,7 +285,7 @@ fn errors_of_files_name_the_option() {
 #[test]
 fn tls_is_not_for_unix_sockets() {
     let authority = Authority::new("authority");
-    let security = tls(authority.files("127.0.0.1", &Validity::Now));
+    let security = tls(&authority.files("127.0.0.1", &Validity::Now));
     let address = drive::unix("/tmp/never-made.sock".into());
     let error =
         Listener::bind(&address, &security, &greeting("d"), &TimeLimits::default(), &handle())

@@ -37,7 +37,7 @@ fn connections_may_be_silent_for_as_long_as_the_destination_is_busy() {
     const GREETING: Duration = Duration::from_millis(200);
     let limits = TimeLimits { greeting: GREETING, ..TimeLimits::default() };
     let authority = Authority::new("authority");
-    let encrypted = tls(authority.files("127.0.0.1", &Validity::Now));
+    let encrypted = tls(&authority.files("127.0.0.1", &Validity::Now));
     for security in [Security::Insecure, encrypted] {
         let mut listener = listen(&drive::loopback(), &security, &limits);
         let address = listener.address().clone();

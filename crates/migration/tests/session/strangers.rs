@@ -79,7 +79,7 @@ fn strangers_do_not_delay_a_source() {
     // No connection times out with these limits: a stalled one stalls all the time.
     let limits = TimeLimits { greeting: Duration::from_secs(600), ..TimeLimits::default() };
     let authority = Authority::new("authority");
-    let encrypted = tls(authority.files("127.0.0.1", &Validity::Now));
+    let encrypted = tls(&authority.files("127.0.0.1", &Validity::Now));
     for security in [Security::Insecure, encrypted] {
         let listener = listen(&drive::loopback(), &security, &limits);
         let address = listener.address().clone();
