@@ -31,7 +31,7 @@ impl RateLimiter {
             if left.is_zero() {
                 return;
             }
-            std::thread::sleep(left.min(MAX_SLEEP));
+            std::thread::park_timeout(left.min(MAX_SLEEP));
         }
     }
 

@@ -25,7 +25,7 @@ pub(crate) fn join_until(thread: JoinHandle<()>, deadline: Instant) -> Ended {
             tracing::warn!("the thread {name} does not end, and is left behind");
             return Ended::No;
         }
-        std::thread::sleep(POLL);
+        std::thread::park_timeout(POLL);
     }
     // A panic was printed where it happened.
     let _ = thread.join();

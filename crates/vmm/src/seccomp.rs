@@ -10,7 +10,7 @@ use std::sync::Arc;
 use libc::c_long;
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
-    SeccompRule, TargetArch,
+    SeccompRule, TargetArch, sock_filter,
 };
 use thiserror::Error;
 
@@ -124,10 +124,8 @@ impl ThreadFilter {
         else {
             return Ok(());
         };
-        handler::install()
-            .map_err(|error| SeccompError { kind: self.kind, problem: error.to_string() })?;
-        seccompiler::apply_filter(program)
-            .map_err(|error| SeccompError { kind: self.kind, problem: error.to_string() })
+        handler::install().map_err(|error| failed(error.to_string()))?;
+        seccompiler::apply_filter(program).map_err(|error| failed(error.to_string()))
     }
 }
 
@@ -135,94 +133,74 @@ fn compile(kind: ThreadKind) -> Result<BpfProgram, SeccompError> {
     let error =
         |problem: seccompiler::BackendError| SeccompError { kind, problem: problem.to_string() };
     let rules = rules(kind).map_err(error)?;
-    SeccompFilter::new(rules, SeccompAction::Trap, SeccompAction::Allow, TargetArch::x86_64)
-        .and_then(TryInto::try_into)
-        .map_err(error)
+    let program: BpfProgram =
+        SeccompFilter::new(rules, SeccompAction::Trap, SeccompAction::Allow, TargetArch::x86_64)
+            .and_then(TryInto::try_into)
+            .map_err(error)?;
+    Ok(fail_missing().chain(program).collect())
 }
 
 /// Calls of every Rust thread over glibc: memory, locks, signals, time, exit.
 const COMMON: &[c_long] = &[
     libc::SYS_brk,
     libc::SYS_clock_gettime,
-    libc::SYS_clock_nanosleep,
     libc::SYS_close,
     libc::SYS_exit,
     libc::SYS_exit_group,
     libc::SYS_futex,
+    // Before tgkill, by glibc.
     libc::SYS_getpid,
     libc::SYS_getrandom,
-    libc::SYS_gettid,
     libc::SYS_madvise,
     libc::SYS_munmap,
-    libc::SYS_poll,
     libc::SYS_ppoll,
     libc::SYS_read,
     libc::SYS_restart_syscall,
     libc::SYS_rt_sigprocmask,
     libc::SYS_rt_sigreturn,
     libc::SYS_sched_yield,
-    libc::SYS_set_robust_list,
-    libc::SYS_rseq,
-    libc::SYS_sigaltstack,
-    libc::SYS_tgkill,
     libc::SYS_write,
-    libc::SYS_writev,
 ];
 
 /// Calls that discard guest memory.
 const DISCARD: &[c_long] = &[libc::SYS_fallocate, libc::SYS_process_madvise];
 
-/// Further calls of the API thread: its socket, sizes read from /proc, and the locks of disks.
+/// Further calls of the API thread: its clients, the companion, sizes of memory, the locks of disks.
 const API: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_fadvise64,
     libc::SYS_flock,
     libc::SYS_fstat,
-    libc::SYS_getsockopt,
     libc::SYS_lseek,
     libc::SYS_mincore,
-    libc::SYS_newfstatat,
+    libc::SYS_pread64,
     libc::SYS_recvmsg,
     libc::SYS_sendmsg,
-    libc::SYS_setsockopt,
     libc::SYS_shutdown,
-    libc::SYS_statx,
-    libc::SYS_pread64,
 ];
 
 /// Calls of disks and the entropy device.
 const DEVICE: &[c_long] =
-    &[libc::SYS_fdatasync, libc::SYS_fsync, libc::SYS_lseek, libc::SYS_pread64, libc::SYS_pwrite64];
+    &[libc::SYS_fdatasync, libc::SYS_lseek, libc::SYS_pread64, libc::SYS_pwrite64];
 
 /// Calls of the main thread at the end and when the guest reboots: reload the images, have the
-/// companion remove the socket's name.
+/// companion remove the socket's name, shut down connections.
 const MAIN: &[c_long] = &[
     libc::SYS_flock,
     libc::SYS_fstat,
-    libc::SYS_ftruncate,
     libc::SYS_lseek,
     libc::SYS_mincore,
-    libc::SYS_newfstatat,
     libc::SYS_pread64,
-    libc::SYS_pwrite64,
-    libc::SYS_readv,
     libc::SYS_recvmsg,
-    libc::SYS_rt_sigaction,
     libc::SYS_sendmsg,
     libc::SYS_shutdown,
-    libc::SYS_statx,
-    libc::SYS_unlink,
-    libc::SYS_unlinkat,
 ];
 
 /// Calls of a migration: connections that exist, the listener of a receiver and the users at its
-/// other end, certificates (opened before), dirty logs, resident memory, threads for data streams,
-/// the locks of disks, the name of the socket that a receiver listened on, and files of snapshots
-/// that clients have opened.
+/// other end, dirty logs, resident memory, threads for data streams, the locks of disks, and files
+/// of snapshots that clients have opened.
 const MIGRATE: &[c_long] = &[
     libc::SYS_accept4,
-    libc::SYS_clone,
-    libc::SYS_clone3,
     libc::SYS_fadvise64,
     libc::SYS_fdatasync,
     libc::SYS_flock,
@@ -230,19 +208,15 @@ const MIGRATE: &[c_long] = &[
     libc::SYS_ftruncate,
     libc::SYS_getsockopt,
     libc::SYS_lseek,
-    libc::SYS_membarrier,
     libc::SYS_mincore,
-    libc::SYS_newfstatat,
     libc::SYS_pread64,
     libc::SYS_pwrite64,
-    libc::SYS_readv,
     libc::SYS_recvmsg,
-    // Threads of the standard library find their stack (glibc, pthread_getattr_np).
-    libc::SYS_sched_getaffinity,
     libc::SYS_sendmsg,
     libc::SYS_shutdown,
     libc::SYS_sync_file_range,
-    libc::SYS_unlinkat,
+    // By new threads.
+    libc::SYS_rseq,
 ];
 
 /// Calls of merging: shared pages in memory files, a broker's socket.
@@ -255,18 +229,16 @@ const MERGE: &[c_long] = &[
     libc::SYS_move_pages,
     libc::SYS_pread64,
     libc::SYS_pwrite64,
-    libc::SYS_recvfrom,
     libc::SYS_recvmsg,
     libc::SYS_sendmsg,
-    libc::SYS_sendto,
     libc::SYS_shutdown,
-    libc::SYS_statx,
 ];
 
 /// Calls of the broker: sockets and liveness of its clients, memory files of shared pages on their
 /// nodes.
 const BROKER: &[c_long] = &[
     libc::SYS_accept4,
+    libc::SYS_clock_nanosleep,
     libc::SYS_fallocate,
     libc::SYS_fstat,
     libc::SYS_ftruncate,
@@ -345,18 +317,17 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     let moves = libc::MREMAP_MAYMOVE as u64;
     let replaces = moves | (libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) as u64;
     rules.insert(libc::SYS_mremap, vec![equal(3, moves)?, equal(3, replaces)?]);
-    // Files are opened for reading only.
-    if !matches!(
-        kind,
-        ThreadKind::Vcpu
-            | ThreadKind::Device
-            | ThreadKind::Console
-            | ThreadKind::Migrate
-            | ThreadKind::Companion
-    ) {
+    // Only the broker opens files of the system, for reading.
+    if kind == ThreadKind::Broker {
         let writable = (libc::O_ACCMODE | libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC) as u64;
         rules.insert(libc::SYS_openat, vec![masked(2, writable, libc::O_RDONLY as u64)?]);
     }
+    // Threads of data streams, in the same namespaces.
+    if kind == ThreadKind::Migrate {
+        rules.insert(libc::SYS_clone, vec![masked(0, NEW_NAMESPACES, 0)?]);
+    }
+    // Signals for the threads of this process only.
+    rules.insert(libc::SYS_tgkill, vec![equal(0, u64::from(std::process::id()))?]);
     let requests =
         ioctls(kind).iter().map(|&request| equal(1, request)).collect::<Result<Vec<_>, _>>()?;
     rules.insert(libc::SYS_ioctl, requests);
@@ -372,20 +343,47 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     }
     let controls = controls.into_iter().map(|control| equal(1, control as u64));
     rules.insert(libc::SYS_fcntl, controls.collect::<Result<_, _>>()?);
-    // Names of threads and arenas, and nothing else of prctl.
-    rules.insert(
-        libc::SYS_prctl,
-        vec![
-            equal(0, libc::PR_SET_NAME as u64)?,
-            equal(0, libc::PR_GET_NAME as u64)?,
-            equal(0, PR_SET_VMA)?,
-        ],
-    );
     Ok(rules)
 }
 
-/// Used by glibc to name its arenas (include/uapi/linux/prctl.h).
-const PR_SET_VMA: u64 = 0x5356_4d41;
+/// Flags of clone(2) that make namespaces.
+const NEW_NAMESPACES: u64 = (libc::CLONE_NEWCGROUP
+    | libc::CLONE_NEWIPC
+    | libc::CLONE_NEWNET
+    | libc::CLONE_NEWNS
+    | libc::CLONE_NEWPID
+    | libc::CLONE_NEWUSER
+    | libc::CLONE_NEWUTS) as u64
+    | CLONE_NEWTIME;
+
+/// include/uapi/linux/sched.h.
+const CLONE_NEWTIME: u64 = 0x80;
+
+/// Calls that fail as on a kernel without them, instead of ending the monitor: glibc and the
+/// standard library make them when a thread starts or ends, and do without.
+const MISSING: &[c_long] = &[
+    // Its flags are in memory, where a filter cannot examine them: glibc uses clone(2).
+    libc::SYS_clone3,
+    libc::SYS_gettid,
+    // Names of threads and arenas.
+    libc::SYS_prctl,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_set_robust_list,
+    libc::SYS_sigaltstack,
+];
+
+/// The beginning of each filter, which fails the [`MISSING`] calls (Linux
+/// Documentation/userspace-api/seccomp_filter.rst).
+fn fail_missing() -> impl Iterator<Item = sock_filter> {
+    let instruction = |code: u32, jf, k| sock_filter { code: code as u16, jt: 0, jf, k };
+    let load_number = instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0);
+    let fails = MISSING.iter().flat_map(move |&call| {
+        let skip_unless = instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, call as u32);
+        let error = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
+        [skip_unless, instruction(libc::BPF_RET | libc::BPF_K, 0, error)]
+    });
+    std::iter::once(load_number).chain(fails)
+}
 
 /// `_IO`, `_IOR`, `_IOW` of KVM (type 0xae; Linux include/uapi/linux/kvm.h).
 const fn kvm(direction: u64, number: u64, bytes: u64) -> u64 {

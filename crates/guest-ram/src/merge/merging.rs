@@ -124,7 +124,8 @@ pub(crate) fn vma_starts(maps: &Mutex<File>, regions: &[Region]) -> io::Result<V
     let mut text = String::new();
     let mut file = maps.lock().unwrap_or_else(PoisonError::into_inner);
     file.rewind()?;
-    file.read_to_string(&mut text)?;
+    // Limited, since otherwise the standard library asks for the size of the file first.
+    (&mut *file).take(u64::MAX).read_to_string(&mut text)?;
     let starts =
         text.lines().filter_map(|line| u64::from_str_radix(line.split_once('-')?.0, 16).ok());
     let pages = starts.filter_map(|address| {

@@ -333,7 +333,7 @@ pub(super) fn must_succeed(what: &str, mut action: impl FnMut() -> io::Result<()
             Ok(()) => return,
             Err(error) => tracing::warn!("{what}: {error}; retrying"),
         }
-        std::thread::sleep(Duration::from_millis(1));
+        std::thread::park_timeout(Duration::from_millis(1));
     }
     tracing::error!("{what}; the guest cannot continue without it");
     std::process::abort();

@@ -264,6 +264,20 @@ pub enum RebootAction {
 }
 
 impl VmConfig {
+    /// Makes the paths of a machine's files absolute, for those who read its description elsewhere.
+    ///
+    /// # Errors
+    /// The working directory is unknown.
+    pub fn make_paths_absolute(&mut self) -> std::io::Result<()> {
+        let boot = self.boot.iter_mut();
+        let boot = boot.flat_map(|boot| [&mut boot.kernel].into_iter().chain(&mut boot.initrd));
+        let disks = self.disks.iter_mut().map(|disk| &mut disk.path);
+        for path in boot.chain(disks).chain(&mut self.memory.merge.broker) {
+            *path = std::path::absolute(&*path)?;
+        }
+        Ok(())
+    }
+
     /// Checks for contradictions. Files are not opened.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let size = self.memory.size.bytes();

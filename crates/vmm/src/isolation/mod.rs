@@ -26,10 +26,10 @@ use thiserror::Error;
 use crate::config::Switch;
 
 pub use cgroup::CgroupConfig;
-pub(crate) use companion::NewFile;
 pub use companion::{
     COMPANION_COMMAND, Companion, CompanionError, KeptName, serve as serve_companion,
 };
+pub(crate) use companion::{NO_DIRECTORY, NewFile};
 pub use identity::UserChoice;
 
 use companion::AllowedDirectory;

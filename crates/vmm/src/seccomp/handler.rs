@@ -1,6 +1,7 @@
 //! Companions of a filter: a thread drops its capabilities, and when the filter refuses a call, for
 //! which the kernel sends SIGSYS, a handler prints the call.
 
+use std::cell::Cell;
 use std::io;
 use std::num::NonZero;
 use std::sync::Once;
@@ -12,6 +13,14 @@ use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 pub const EXIT_CODE: i32 = 128 + libc::SIGSYS;
 
 static INSTALLED: Once = Once::new();
+
+/// Longest name of a thread, with its NUL (prctl(2), `PR_SET_NAME`).
+const NAME_BYTES: usize = 16;
+
+thread_local! {
+    /// Name of the thread when its filter was installed. Threads that it starts have none.
+    static NAME: Cell<[u8; NAME_BYTES]> = const { Cell::new([0; NAME_BYTES]) };
+}
 
 /// Drops every capability of the calling thread. Capabilities are per thread: each thread of the monitor does this when it starts, the
 /// main thread once everything is open.
@@ -35,8 +44,13 @@ pub(super) fn limit_arenas() {
     unsafe { libc::mallopt(libc::M_ARENA_MAX, most) };
 }
 
-/// Installs the handler, once per process.
+/// Installs the handler, once per process, and records the name of the calling thread for it.
 pub(super) fn install() -> Result<(), vmm_sys_util::errno::Error> {
+    if let Ok(name) = rustix::thread::name() {
+        let mut copy = [0; NAME_BYTES];
+        copy.iter_mut().zip(name.to_bytes()).for_each(|(to, from)| *to = *from);
+        NAME.set(copy);
+    }
     let mut result = Ok(());
     INSTALLED.call_once(|| {
         result = vmm_sys_util::signal::register_signal_handler(libc::SIGSYS, on_refused_call);
@@ -56,9 +70,7 @@ extern "C" fn on_refused_call(
     // SAFETY: the kernel passes a valid siginfo of 128 bytes, and four bytes at offset 24 lie
     // inside.
     let call = i32::from_ne_bytes(unsafe { call.read() });
-    let mut name = [0u8; 16];
-    // SAFETY: PR_GET_NAME writes at most 16 bytes to the buffer, which has 16.
-    unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
+    let name = NAME.try_with(Cell::get).unwrap_or_default();
     // Nothing here allocates: the handler may have interrupted the allocator.
     let mut line = Line::default();
     line.push(b"ebb: the system call filter of thread `");

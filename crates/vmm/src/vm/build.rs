@@ -108,12 +108,14 @@ impl Origin {
 
 /// Builds a machine that boots its kernel or continues. `exit` receives the reason of its end.
 pub(super) fn build(
-    config: VmConfig,
+    mut config: VmConfig,
     mut origin: Origin,
     filters: &Filters,
     exit: &Arc<ExitSignal>,
 ) -> Result<Built, VmError> {
     config.validate()?;
+    // Later the monitor has no working directory.
+    config.make_paths_absolute().map_err(VmError::host("find its working directory"))?;
     // The cheapest checks first: files, then KVM, then memory.
     let image = open_image(&config, &origin)?;
     let kvm = open_kvm()?;

@@ -12,7 +12,7 @@ use super::{Vm, VmError, lock};
 use crate::api::control::{ControlError, Document, Outcome, Wait};
 use crate::api::vm::{SnapshotReport, SnapshotTarget, VmState};
 use crate::file::{Completion, write_back};
-use crate::isolation::{Companion, CompanionError, IsolationError, NewFile};
+use crate::isolation::{Companion, IsolationError, NO_DIRECTORY, NewFile};
 use crate::snapshot::file::{RAM_OFFSET_BYTES, Sizes, check_target, write_rest};
 use crate::snapshot::{MachineState, SnapshotError};
 
@@ -55,9 +55,8 @@ impl Save {
                 return Err(invalid(message.to_owned()));
             }
             (None, _) => {
-                let created = companion
-                    .ok_or(CompanionError::None)
-                    .and_then(|companion| companion.create(&target.path));
+                let companion = companion.ok_or_else(|| invalid(NO_DIRECTORY.to_owned()))?;
+                let created = companion.create(&target.path);
                 let (file, new) = created.map_err(|error| invalid(error.to_string()))?;
                 (file, Some(new))
             }

@@ -35,7 +35,7 @@ impl Vm {
                 let pause =
                     self.trim_slice(PageRange::new(Pfn(start), end - start), &mut report)?;
                 *cursor = end;
-                std::thread::sleep(pause * RUN_SHARE);
+                std::thread::park_timeout(pause * RUN_SHARE);
             }
         }
         *cursor = 0;

@@ -304,7 +304,7 @@ fn patiently(
     loop {
         match attempt() {
             Err(rustix::io::Errno::WOULDBLOCK) if begin.elapsed() < patience => {
-                std::thread::sleep(LOCK_RETRY);
+                std::thread::park_timeout(LOCK_RETRY);
             }
             result => return result,
         }

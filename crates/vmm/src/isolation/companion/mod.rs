@@ -27,6 +27,7 @@ use crate::config::Switch;
 
 use message::{Reply, Request};
 
+pub(crate) use serve::NO_DIRECTORY;
 pub use serve::serve;
 
 /// Command of the program that [`serve`]s; it is not for users.

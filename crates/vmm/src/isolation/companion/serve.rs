@@ -18,6 +18,9 @@ use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::client::NewSnapshot;
 use crate::vm::Signals;
 
+/// Why a file is not created where no directory is allowed.
+pub(crate) const NO_DIRECTORY: &str =
+    "no file descriptor came with the request, and the monitor opens no paths";
 /// Most names that a companion keeps.
 const MAX_NAMES: usize = 8;
 
@@ -146,8 +149,7 @@ impl Server {
         let tops = self.allowed.iter().map(|(top, _)| top.display().to_string());
         let tops: Vec<_> = tops.collect();
         if tops.is_empty() {
-            return "no file descriptor came with the request, and the monitor opens no paths"
-                .to_owned();
+            return NO_DIRECTORY.to_owned();
         }
         format!("{} is not below {} (--allow-dir)", path.display(), tops.join(" or "))
     }

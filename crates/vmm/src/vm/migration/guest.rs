@@ -140,7 +140,7 @@ impl Guest for MovedGuest {
             if Instant::now() >= deadline {
                 return Err(NotReady::Rebooting.into());
             }
-            std::thread::sleep(REBOOT_POLL);
+            std::thread::park_timeout(REBOOT_POLL);
         }
         Ok(())
     }

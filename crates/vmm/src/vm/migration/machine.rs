@@ -13,16 +13,7 @@ impl Vm {
     /// Describes the machine for its destination.
     pub(super) fn describe(&self) -> Result<Description, VmError> {
         let tsc = self.tsc.ok_or(GuestClockError::NoFrequency)?;
-        let mut machine = MachineConfig::of(&self.config);
-        let absolute = |path: &mut std::path::PathBuf| {
-            std::path::absolute(&*path)
-                .map(|full| *path = full)
-                .map_err(VmError::host("find its working directory"))
-        };
-        machine.kernel.as_mut().map(absolute).transpose()?;
-        machine.merge.broker.as_mut().map(absolute).transpose()?;
-        machine.initrd.as_mut().map(absolute).transpose()?;
-        machine.disks.iter_mut().try_for_each(|disk| absolute(&mut disk.path))?;
+        let machine = MachineConfig::of(&self.config);
         let here = self.here();
         Ok(Description {
             machine,
