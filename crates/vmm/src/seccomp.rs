@@ -158,7 +158,6 @@ const COMMON: &[c_long] = &[
     libc::SYS_restart_syscall,
     libc::SYS_rt_sigprocmask,
     libc::SYS_rt_sigreturn,
-    libc::SYS_sched_yield,
     libc::SYS_write,
 ];
 
@@ -208,6 +207,8 @@ const MIGRATE: &[c_long] = &[
     libc::SYS_ftruncate,
     libc::SYS_getsockopt,
     libc::SYS_lseek,
+    // Before the log of the monitor's own writes is trusted.
+    libc::SYS_membarrier,
     libc::SYS_mincore,
     libc::SYS_pread64,
     libc::SYS_pwrite64,
@@ -360,7 +361,7 @@ const NEW_NAMESPACES: u64 = (libc::CLONE_NEWCGROUP
 const CLONE_NEWTIME: u64 = 0x80;
 
 /// Calls that fail as on a kernel without them, instead of ending the monitor: glibc and the
-/// standard library make them when a thread starts or ends, and do without.
+/// standard library make them, mostly when a thread starts or ends, and do without.
 const MISSING: &[c_long] = &[
     // Its flags are in memory, where a filter cannot examine them: glibc uses clone(2).
     libc::SYS_clone3,
@@ -368,6 +369,8 @@ const MISSING: &[c_long] = &[
     // Names of threads and arenas.
     libc::SYS_prctl,
     libc::SYS_sched_getaffinity,
+    // A hint of spinning locks and channels.
+    libc::SYS_sched_yield,
     libc::SYS_set_robust_list,
     libc::SYS_sigaltstack,
 ];

@@ -1,9 +1,9 @@
 //! Isolation of the monitor from its host, for the case that a guest takes over one of its threads.
 //!
 //! Everything that a machine needs is opened with the rights of the user who started the monitor.
-//! Then the monitor gives up these rights: [`Isolation::begin`] moves it into namespaces and a
+//! Then the monitor gives up these rights: `Isolation::begin` moves it into namespaces and a
 //! cgroup of its own before the first thread starts, each thread drops its user, groups and
-//! capabilities with its system call filter ([`ThreadRights`]), and [`Isolation::complete`] leaves
+//! capabilities with its system call filter (`ThreadRights`), and `Isolation::complete` leaves
 //! an empty file system. What needs a path or a connection later is done by a [`Companion`].
 
 mod cgroup;
