@@ -41,7 +41,7 @@ pub struct IsolationArgs {
     /// SOCKET` shows what this host permits
     #[arg(long, default_value = "auto", value_parser = word::<IsolationMode>())]
     isolate: IsolationMode,
-    /// The user that a monitor started by root becomes: an account or UID[:GID] [default: an unused
+    /// The user that a monitor started by root becomes: an account or UID:GID [default: an unused
     /// one]
     #[arg(long, value_name = "USER")]
     user: Option<String>,

@@ -137,7 +137,7 @@ fn compile(kind: ThreadKind) -> Result<BpfProgram, SeccompError> {
         SeccompFilter::new(rules, SeccompAction::Trap, SeccompAction::Allow, TargetArch::x86_64)
             .and_then(TryInto::try_into)
             .map_err(error)?;
-    Ok(fail_missing().chain(program).collect())
+    Ok(fail_missing(kind).chain(program).collect())
 }
 
 /// Calls of every Rust thread over glibc: memory, locks, signals, time, exit.
@@ -375,12 +375,19 @@ const MISSING: &[c_long] = &[
     libc::SYS_sigaltstack,
 ];
 
-/// The beginning of each filter, which fails the [`MISSING`] calls (Linux
+/// The calls that fail for threads of `kind`: in a monitor also opening files. glibc opens one of its
+/// own accord (when the heap of a thread shrinks: malloc/arena.c, `shrink_heap`), and does without.
+fn missing(kind: ThreadKind) -> impl Iterator<Item = c_long> {
+    let opens = !matches!(kind, ThreadKind::Companion | ThreadKind::Broker);
+    MISSING.iter().copied().chain(opens.then_some(libc::SYS_openat))
+}
+
+/// The beginning of each filter, which fails those calls (Linux
 /// Documentation/userspace-api/seccomp_filter.rst).
-fn fail_missing() -> impl Iterator<Item = sock_filter> {
+fn fail_missing(kind: ThreadKind) -> impl Iterator<Item = sock_filter> {
     let instruction = |code: u32, jf, k| sock_filter { code: code as u16, jt: 0, jf, k };
     let load_number = instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0);
-    let fails = MISSING.iter().flat_map(move |&call| {
+    let fails = missing(kind).flat_map(move |call| {
         let skip_unless = instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, call as u32);
         let error = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
         [skip_unless, instruction(libc::BPF_RET | libc::BPF_K, 0, error)]
