@@ -35,8 +35,8 @@ pub(super) enum Request {
     Begin { seccomp: Switch },
     /// Remove a kept name now.
     Remove { index: u32 },
-    /// Create the file of a snapshot, which comes with the answer. The former one is removed unless
-    /// it was published.
+    /// Create the file of a snapshot, which comes with the answer. One at a time: until it is
+    /// published or discarded, further ones are refused.
     Create { path: PathBuf },
     /// Give that file, which is complete, its name.
     Publish,

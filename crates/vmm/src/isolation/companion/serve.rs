@@ -105,7 +105,10 @@ impl Server {
                 done
             }
             Request::Create { path } => {
-                self.snapshot = None;
+                // The next `Publish` must not give this name to a file that is not complete.
+                if self.snapshot.is_some() {
+                    return Err("another snapshot is being written; wait for its end".to_owned());
+                }
                 let new = self.create(&path)?;
                 let file = new.file().try_clone().map_err(|error| error.to_string())?;
                 self.snapshot = Some(new);

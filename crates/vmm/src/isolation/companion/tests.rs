@@ -84,6 +84,14 @@ fn files_are_created_below_allowed_directories_only() {
         }
         assert_eq!(std::fs::read(path(name)).unwrap(), b"EBB-VM\r\n");
     }
+    // A second request neither replaces the first one's file nor gets its name.
+    let (file, first) = companion.create(&path("yes/a")).unwrap();
+    let error = companion.create(&path("yes/b")).unwrap_err();
+    assert!(error.to_string().contains("another snapshot"), "{error}");
+    std::fs::File::from(file).write_all(b"EBB-VM\r\nfirst").unwrap();
+    first.publish().unwrap();
+    assert_eq!(std::fs::read(path("yes/a")).unwrap(), b"EBB-VM\r\nfirst");
+    assert!(!path("yes/b").exists());
     // Killed in the middle, the monitor leaves nothing.
     let (_file, new) = companion.create(&path("yes/c")).unwrap();
     companion.0.socket.lock().unwrap().take();
