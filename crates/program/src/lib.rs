@@ -59,7 +59,7 @@ pub fn run<W: Write>(
     }
     command().unwrap_or_else(|error| {
         let line = format!("{name}: {}\n", printable(&describe(&error)));
-        // Without a standard error there is nobody to tell.
+        // Without a standard error, the line is lost.
         let _ = output().write_all(line.as_bytes());
         ExitCode::FAILURE
     })

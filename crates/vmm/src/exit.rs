@@ -155,8 +155,8 @@ impl ExitSignal {
         *self.deadline.get_or_init(|| Instant::now() + END_LIMIT)
     }
 
-    /// Takes a reboot, if `stop` has stopped all vCPUs: several may request the same reboot. Whoever
-    /// takes it holds the lock of the machine's state, under which others have seen that it is due.
+    /// Takes a reboot, if `stop` has stopped all vCPUs: several may request the same reboot. The
+    /// caller holds the lock of the machine's state, under which others have seen that it is due.
     /// Any other reason is kept.
     pub fn take_reboot(&self, stop: impl FnOnce() -> bool) -> Taken {
         if !stop() {

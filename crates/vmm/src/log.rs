@@ -1,4 +1,4 @@
-//! Log lines of a running machine: a thread writes them, so that a standard error that nobody reads
+//! Log lines of a running machine: a thread writes them, so that a standard error that is not read
 //! delays neither a vCPU nor the main thread, which handles signals.
 
 use std::io::{self, Write};
@@ -54,7 +54,7 @@ impl Queue {
 
 /// Writes a line for the user, a newline added.
 pub fn line(text: &str) {
-    // Without a standard error there is nobody to tell.
+    // Without a standard error, the line is lost.
     let _ = LogWriter.write(format!("{text}\n").as_bytes());
 }
 

@@ -1,5 +1,5 @@
-//! Who was refused, told at a limited rate: whoever reaches the port can be refused as often as he
-//! likes.
+//! Log lines of refused connections at a limited rate: a peer that reaches the port can be refused as
+//! often as it likes.
 
 use std::time::Instant;
 

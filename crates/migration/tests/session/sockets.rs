@@ -42,7 +42,7 @@ fn connections_may_be_silent_for_as_long_as_the_destination_is_busy() {
         let mut listener = listen(&drive::loopback(), &security, &limits);
         let address = listener.address().clone();
         let sockets = dialed(&address, 3);
-        // The listener has accepted all of them, and nobody has spoken.
+        // The listener has accepted all of them, and none has sent anything.
         let error = listener.accept(Some(GREETING / 4)).unwrap_err();
         assert!(matches!(error, SessionError::NobodyCame { .. }), "{error}");
         // As with a source that stalls, or while a machine is built.
@@ -113,7 +113,7 @@ fn only_the_sockets_that_are_needed_stay_open() {
     let (_streaming, streams) = setup.accept(1).unwrap().join(&mut listener).unwrap();
     assert_eq!(streams.len(), 1);
     let opened = source.join().unwrap();
-    // A connection that ends without a word is nobody's mistake.
+    // A connection that ends without a byte is not a refusal.
     spare.shutdown(std::net::Shutdown::Both).unwrap();
     listener.accept(Some(Duration::from_millis(20))).unwrap_err();
     assert_eq!(listener.refusals().count(), 0, "{:?}", listener.refusals());

@@ -282,8 +282,8 @@ impl Client {
         }
     }
 
-    /// Sends `bytes`, the first of them with `descriptors`. A server that refuses early closes its end before it has read everything.
-    /// That is not a failure: its reply can still be read.
+    /// Sends `bytes`, the first of them with `descriptors`. A server that refuses early closes its
+    /// end before it has read everything. That is not a failure: its reply can still be read.
     fn send(
         &self,
         stream: &UnixStream,

@@ -22,8 +22,8 @@ thread_local! {
     static NAME: Cell<[u8; NAME_BYTES]> = const { Cell::new([0; NAME_BYTES]) };
 }
 
-/// Drops every capability of the calling thread. Capabilities are per thread: each thread of the monitor does this when it starts, the
-/// main thread once everything is open.
+/// Drops every capability of the calling thread. Capabilities are per thread: each thread of the
+/// monitor does this when it starts, the main thread once everything is open.
 pub(super) fn drop_all() -> io::Result<()> {
     let empty = CapabilitySet::empty();
     set_capabilities(

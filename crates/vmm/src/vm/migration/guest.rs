@@ -122,8 +122,8 @@ impl MovedGuest {
 }
 
 impl Guest for MovedGuest {
-    /// Writes back the page cache of the disks until it is cancelled, without the locks of their devices: this may take
-    /// long, and the guest uses them meanwhile.
+    /// Writes back the page cache of the disks until it is cancelled, without the locks of their
+    /// devices: this may take long, and the guest uses them meanwhile.
     fn flush(&mut self) -> Result<(), BoxError> {
         for device in &self.vm.devices {
             let file = lock(device).written_file()?;

@@ -7,7 +7,8 @@
 //!
 //! At the source, the API starts and observes migrations ([`Migrations`]). A separate thread
 //! ([`MigrationThread`]) does the work, because it needs system calls that no other thread may
-//! make, and waits for the network. It also writes snapshots ([`Save`]). The [`destination`] is a monitor that has no machine yet.
+//! make, and waits for the network. It also writes snapshots ([`Save`]). The [`destination`] is a
+//! monitor that has no machine yet.
 
 pub(super) mod description;
 pub(super) mod destination;
