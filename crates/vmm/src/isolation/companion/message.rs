@@ -26,7 +26,7 @@ const MAX_DESCRIPTORS: usize = 32;
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(super) enum Request {
     /// Remove this name from the directory that comes with the message, when the monitor ends or
-    /// asks for it, if it is still the same socket. Only before `Begin`.
+    /// asks for it, if it is still the same socket. Names are numbered from 0. Only before `Begin`.
     Keep { name: OsString, device: u64, inode: u64 },
     /// Serve requests for files below `path`, the directory that comes with the message. Only before
     /// `Begin`.
@@ -44,14 +44,20 @@ pub(super) enum Request {
     Discard,
 }
 
+impl Request {
+    /// Whether it has an answer. Of the others, the first one that was refused fails `Begin`: the
+    /// monitor does not wait while its companion starts.
+    pub(super) fn is_answered(&self) -> bool {
+        !matches!(self, Self::Keep { .. } | Self::Allow { .. })
+    }
+}
+
 /// The answer.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Reply {
     /// Why the request was refused.
     pub error: Option<String>,
-    /// Number of a kept name.
-    pub index: u32,
 }
 
 /// Sends a message in one packet.

@@ -13,6 +13,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -65,6 +66,8 @@ pub struct Companion(Arc<Link>);
 struct Link {
     /// Requests and their answers take turns. `None` once it has ended.
     socket: Mutex<Option<OwnedFd>>,
+    /// Number of names that it keeps.
+    names: AtomicU32,
 }
 
 /// A name of a socket that the companion removes when this is dropped, or when the monitor ends.
@@ -156,7 +159,7 @@ impl Companion {
     }
 
     fn over(socket: OwnedFd) -> Self {
-        Self(Arc::new(Link { socket: Mutex::new(Some(socket)) }))
+        Self(Arc::new(Link { socket: Mutex::new(Some(socket)), names: AtomicU32::new(0) }))
     }
 
     /// Makes the companion remove a socket's name at the end. Only before [`begin`](Self::begin).
@@ -164,15 +167,21 @@ impl Companion {
         let removed = || CompanionError::Refused("the socket's name was removed".to_owned());
         let entry = socket.into_entry().ok_or_else(removed)?;
         let (name, device, inode) = (entry.name, entry.device, entry.inode);
-        let request = Request::Keep { name, device, inode };
-        let index = self.call(&request, &[entry.directory.as_fd()])?.0.index;
+        self.prepare(&Request::Keep { name, device, inode }, entry.directory.as_fd())?;
+        let index = self.0.names.fetch_add(1, Ordering::Relaxed);
         Ok(KeptName { companion: self.clone(), index })
     }
 
     /// Lets the companion create files below a directory. Only before [`begin`](Self::begin).
     pub(super) fn allow(&self, directory: &AllowedDirectory) -> Result<(), CompanionError> {
-        let request = Request::Allow { path: directory.path.clone() };
-        self.call(&request, &[directory.open.as_fd()]).map(drop)
+        self.prepare(&Request::Allow { path: directory.path.clone() }, directory.open.as_fd())
+    }
+
+    /// Sends a request that has no answer: the machine is built while the companion starts.
+    fn prepare(&self, request: &Request, directory: BorrowedFd<'_>) -> Result<(), CompanionError> {
+        let socket = self.0.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        let open = socket.as_ref().ok_or_else(|| CompanionError::Gone(ended()))?;
+        message::send(open, request, &[directory]).map_err(CompanionError::Gone)
     }
 
     /// Creates the file of a snapshot below an allowed directory. It gets its name when it is
@@ -185,7 +194,8 @@ impl Companion {
         Ok((file, NewFile { companion: self.clone(), is_published: false }))
     }
 
-    /// Makes the companion give up the rights that it does not need.
+    /// Makes the companion give up the rights that it does not need, and waits until it has.
+    /// Refused if an earlier request was.
     pub(crate) fn begin(&self, seccomp: Switch) -> Result<(), CompanionError> {
         self.call(&Request::Begin { seccomp }, &[]).map(drop)
     }
@@ -215,7 +225,6 @@ impl Companion {
         descriptors: &[BorrowedFd<'_>],
         patience: Option<&Timespec>,
     ) -> Result<(Reply, Vec<OwnedFd>), CompanionError> {
-        let ended = || io::Error::from(io::ErrorKind::BrokenPipe);
         let open = socket.as_ref().ok_or_else(|| CompanionError::Gone(ended()))?;
         let answer = message::send(open, request, descriptors).and_then(|()| match patience {
             Some(_) if poll(&mut [PollFd::new(open, PollFlags::IN)], patience)? == 0 => {
@@ -233,6 +242,10 @@ impl Companion {
             }
         }
     }
+}
+
+fn ended() -> io::Error {
+    io::ErrorKind::BrokenPipe.into()
 }
 
 #[cfg(test)]

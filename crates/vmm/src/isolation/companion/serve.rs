@@ -29,6 +29,8 @@ const MAX_NAMES: usize = 8;
 struct Server {
     /// Whether `Begin` has come.
     has_begun: bool,
+    /// Why a request without an answer was refused.
+    refused: Option<String>,
     names: Vec<Option<SocketEntry>>,
     /// Directories below which files are created.
     allowed: Vec<(PathBuf, OwnedFd)>,
@@ -52,12 +54,19 @@ pub(super) fn serve_on(socket: &OwnedFd) -> io::Result<()> {
     let served = loop {
         match message::receive::<Request>(socket) {
             Ok(Some((request, descriptors))) => {
-                let (reply, file) = server.answer(request, descriptors).unwrap_or_else(|error| {
-                    (Reply { error: Some(error), ..Reply::default() }, None)
-                });
-                let files: Vec<_> = file.iter().map(AsFd::as_fd).collect();
-                // Without a reader, the next read finds the end.
-                let _ = message::send(socket, &reply, &files);
+                let is_answered = request.is_answered();
+                let result = server.serve(request, descriptors);
+                if is_answered {
+                    let (error, file) = match result {
+                        Ok(file) => (None, file),
+                        Err(problem) => (Some(problem), None),
+                    };
+                    let files: Vec<_> = file.iter().map(AsFd::as_fd).collect();
+                    // Without a reader, the next read finds the end.
+                    let _ = message::send(socket, &Reply { error }, &files);
+                } else if let Err(problem) = result {
+                    server.refused.get_or_insert(problem);
+                }
             }
             Ok(None) => break Ok(()),
             Err(error) => break Err(error),
@@ -68,41 +77,36 @@ pub(super) fn serve_on(socket: &OwnedFd) -> io::Result<()> {
 }
 
 impl Server {
-    /// The answer, and a file that comes with it.
-    fn answer(
+    /// Does what is requested; returns a file that comes with the answer.
+    fn serve(
         &mut self,
         request: Request,
         descriptors: Vec<OwnedFd>,
-    ) -> Result<(Reply, Option<OwnedFd>), String> {
-        let done = Ok((Reply::default(), None));
+    ) -> Result<Option<OwnedFd>, String> {
         match request {
             Request::Keep { .. } | Request::Allow { .. } | Request::Begin { .. }
                 if self.has_begun =>
             {
-                Err("the machine has started".to_owned())
+                return Err("the machine has started".to_owned());
             }
             Request::Keep { name, device, inode } => {
                 let directory = only(descriptors)?;
                 if self.names.len() == MAX_NAMES {
                     return Err("too many names".to_owned());
                 }
-                let index = self.names.len() as u32;
                 self.names.push(Some(SocketEntry { directory, name, device, inode }));
-                Ok((Reply { index, ..Reply::default() }, None))
             }
-            Request::Allow { path } => {
-                self.allowed.push((path, only(descriptors)?));
-                done
-            }
+            Request::Allow { path } => self.allowed.push((path, only(descriptors)?)),
             Request::Begin { seccomp } => {
                 self.has_begun = true;
+                if let Some(problem) = self.refused.take() {
+                    return Err(problem);
+                }
                 self.restrict(seccomp).map_err(|error| error.to_string())?;
-                done
             }
             Request::Remove { index } => {
                 let name = self.names.get_mut(index as usize).and_then(Option::take);
                 name.ok_or("there is no such name")?.remove();
-                done
             }
             Request::Create { path } => {
                 // The next `Publish` must not give this name to a file that is not complete.
@@ -112,18 +116,15 @@ impl Server {
                 let new = self.create(&path)?;
                 let file = new.file().try_clone().map_err(|error| error.to_string())?;
                 self.snapshot = Some(new);
-                Ok((Reply::default(), Some(file.into())))
+                return Ok(Some(file.into()));
             }
             Request::Publish => {
                 let new = self.snapshot.take().ok_or("there is no file to publish")?;
                 new.publish().map_err(|error| error.to_string())?;
-                done
             }
-            Request::Discard => {
-                self.snapshot = None;
-                done
-            }
+            Request::Discard => self.snapshot = None,
         }
+        Ok(None)
     }
 
     /// Creates the file of a snapshot below one of the allowed directories.

@@ -39,12 +39,33 @@ fn sockets_are_removed_on_request_and_at_the_end() {
 fn nothing_is_kept_after_the_start() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("socket");
-    let (companion, _thread) = companion();
+    let (companion, thread) = companion();
     companion.begin(Switch::Off).unwrap();
     let (file, _socket) = SocketFile::listen(&path, Mode::RUSR, 1).unwrap();
-    let error = companion.keep(file).unwrap_err();
-    assert!(matches!(error, CompanionError::Refused(_)), "{error}");
+    let name = companion.keep(file).unwrap();
+    companion.allow(&AllowedDirectory::open(directory.path()).unwrap()).unwrap();
     assert!(companion.begin(Switch::Off).is_err());
+    let error = companion.create(&directory.path().join("a")).unwrap_err();
+    assert!(error.to_string().contains(NO_DIRECTORY), "{error}");
+    drop(name);
+    companion.0.socket.lock().unwrap().take();
+    thread.join().unwrap().unwrap();
+    assert!(path.exists());
+}
+
+#[test]
+fn a_preparation_that_was_refused_fails_the_start() {
+    let directory = tempfile::tempdir().unwrap();
+    let (companion, _thread) = companion();
+    let names: Vec<_> = (0..9)
+        .map(|number| {
+            let path = directory.path().join(number.to_string());
+            companion.keep(SocketFile::listen(&path, Mode::RUSR, 1).unwrap().0).unwrap()
+        })
+        .collect();
+    let error = companion.begin(Switch::Off).unwrap_err();
+    assert!(error.to_string().contains("too many names"), "{error}");
+    drop(names);
 }
 
 #[test]
