@@ -9,14 +9,15 @@ pub use crate::config::RateLimits;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[schemars(rename = "Limits")]
 pub struct LimitsInfo {
-    /// The devices whose requests can be limited: disks and the entropy device.
+    /// The devices whose requests can be limited: disks, the entropy device, and the
+    /// serial line unless its output is discarded.
     pub devices: Vec<DeviceLimits>,
 }
 
 /// A device's limits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DeviceLimits {
-    /// Name of the device: disk0 and further, rng.
+    /// Name of the device: disk0 and further, rng, serial.
     pub device: String,
     /// Its limits; null where there is none.
     #[serde(flatten)]
@@ -29,7 +30,7 @@ pub struct DeviceLimits {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct LimitsChange {
     /// Name of the device, as in `GET /limits`.
-    #[schemars(extend("x-form" = "the name of a device, such as disk0 or rng"))]
+    #[schemars(extend("x-form" = "the name of a device, such as disk0, rng or serial"))]
     pub device: String,
     /// What changes.
     #[serde(flatten)]

@@ -247,6 +247,8 @@ pub enum SerialConfig {
         path: PathBuf,
         /// Size of each of the two, which take turns.
         max: ByteSize,
+        /// Limits of the output. What comes faster for longer than the backlog lasts is dropped.
+        limits: RateLimits,
     },
     /// No input, and output is discarded.
     Null,

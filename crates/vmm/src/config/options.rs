@@ -142,7 +142,8 @@ pub const BALLOON_FORM: &str = "off, or [size=0][,reporting=on|off][,hinting=on|
 pub const DISK_FORM: &str = "path=FILE[,readonly=on|off][,bandwidth=SIZE][,bandwidth_burst=SIZE]\
     [,ops=N][,ops_burst=N]";
 /// Form of `--serial`.
-pub const SERIAL_FORM: &str = "tty, stdio, null or file=PATH[,max=SIZE]";
+pub const SERIAL_FORM: &str =
+    "tty, stdio, null or file=PATH[,max=SIZE][,bandwidth=SIZE][,bandwidth_burst=SIZE]";
 /// Form of `--cgroup`.
 pub const CGROUP_FORM: &str =
     "path=PATH[,memory_high=SIZE][,memory_max=SIZE][,cpu_weight=1..10000][,pids_max=N]";
@@ -309,37 +310,26 @@ impl FromStr for SerialConfig {
             "tty" => Ok(Self::Tty),
             "stdio" => Ok(Self::Stdio),
             "null" => Ok(Self::Null),
-            _ => match text.strip_prefix("file=") {
-                Some(file) if !file.is_empty() => serial_file(file),
-                _ => Err(ConfigError::new(
-                    "--serial",
-                    format!("`{text}` is not a console"),
-                    format!("use {SERIAL_FORM}"),
-                )),
-            },
+            _ if text.starts_with("file=") => serial_file(text),
+            _ => Err(ConfigError::new(
+                "--serial",
+                format!("`{text}` is not a console"),
+                format!("use {SERIAL_FORM}"),
+            )),
         }
     }
 }
 
-/// A console's `PATH[,max=SIZE]`.
 fn serial_file(text: &str) -> Result<SerialConfig, ConfigError> {
-    let (path, max) = match text.rsplit_once(",max=") {
-        None => (text, ByteSize::from_bytes(SERIAL_FILE_BYTES)),
-        Some((path, max)) => {
-            let size = max.parse::<ByteSize>().ok();
-            let size = size.filter(|size| size.bytes() >= LEAST_SERIAL_FILE_BYTES);
-            let size = size.ok_or_else(|| {
-                ConfigError::new(
-                    "--serial",
-                    format!("`max={max}` is invalid"),
-                    format!(
-                        "give a size of at least {}",
-                        ByteSize::from_bytes(LEAST_SERIAL_FILE_BYTES)
-                    ),
-                )
-            })?;
-            (path, size)
-        }
-    };
-    Ok(SerialConfig::File { path: PathBuf::from(path), max })
+    let mut pairs = Pairs::parse("--serial", SERIAL_FORM, text)?;
+    let path = pairs.take("file").filter(|path| !path.is_empty());
+    let path = path.ok_or_else(|| pairs.error("file", "", "the path of a file"))?.into();
+    let max = pairs.take_size("max")?.unwrap_or(ByteSize::from_bytes(SERIAL_FILE_BYTES));
+    if max.bytes() < LEAST_SERIAL_FILE_BYTES {
+        let least = ByteSize::from_bytes(LEAST_SERIAL_FILE_BYTES);
+        return Err(pairs.error("max", &max.to_string(), &format!("a size of at least {least}")));
+    }
+    let limits = RateLimits::take(&mut pairs)?;
+    pairs.finish()?;
+    Ok(SerialConfig::File { path, max, limits })
 }

@@ -53,6 +53,8 @@ fn errors_name_the_option_and_the_remedy() {
     assert!("size=1G,cpus=3-1".parse::<NumaNodeConfig>().is_err());
     assert!("readonly=on".parse::<DiskConfig>().unwrap_err().to_string().contains("path"));
     assert!("file=".parse::<SerialConfig>().is_err());
+    assert!("file=/x,max=1K".parse::<SerialConfig>().unwrap_err().to_string().contains("4K"));
+    assert!("file=/x,bandwidth_burst=1K".parse::<SerialConfig>().is_err());
 }
 
 #[test]

@@ -2,16 +2,17 @@
 //!
 //! A thread of its own writes, so that a reader that does not read, a terminal that is stopped or a
 //! disk that does not answer delays neither a vCPU nor a pause nor the end of the machine. Up to
-//! [`BACKLOG_BYTES`] wait for it; more is dropped and counted.
+//! [`BACKLOG_BYTES`] wait for it, or for the limits of the output; more is dropped and counted.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use crate::config::SerialConfig;
+use crate::config::{RateLimits, SerialConfig};
+use crate::devices::throttle::{Admission, Throttle};
 
 mod files;
 
@@ -26,8 +27,10 @@ const CHUNK_BYTES: usize = 4096;
 #[derive(Debug, Clone)]
 pub struct ConsoleOutput(Option<Arc<Shared>>);
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Shared {
+    /// A write is a request.
+    throttle: Arc<Throttle>,
     state: Mutex<State>,
     /// Output has arrived or was written, or the output side is gone.
     changed: Condvar,
@@ -45,6 +48,26 @@ struct State {
 }
 
 impl Shared {
+    /// Waits until `bytes` may be written, or the output has ended.
+    fn wait_for_tokens<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        bytes: u64,
+    ) -> MutexGuard<'a, State> {
+        loop {
+            let now = Instant::now();
+            if state.ended || self.throttle.admit(bytes, now) == Admission::Now {
+                return state;
+            }
+            let wait = self
+                .throttle
+                .resume_at()
+                .map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
+            let waited = self.changed.wait_timeout(state, wait);
+            (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -72,9 +95,13 @@ impl ConsoleOutput {
             SerialConfig::Stdio | SerialConfig::Tty => {
                 Target::Stream(io::stdout().as_fd().try_clone_to_owned()?)
             }
-            SerialConfig::File { path, max } => Target::Files(Files::open(path, max.bytes())?),
+            SerialConfig::File { path, max, .. } => Target::Files(Files::open(path, max.bytes())?),
         };
-        let (output, writer) = Self::to(target);
+        let limits = match config {
+            SerialConfig::File { limits, .. } => *limits,
+            _ => RateLimits::default(),
+        };
+        let (output, writer) = Self::to(target, limits);
         Ok((output, Some(writer)))
     }
 
@@ -85,7 +112,7 @@ impl ConsoleOutput {
 
     /// An output to `stream`, which other processes may share, and its thread.
     pub(crate) fn stream(stream: OwnedFd) -> (Self, ConsoleWriter) {
-        Self::to(Target::Stream(stream))
+        Self::to(Target::Stream(stream), RateLimits::default())
     }
 
     /// Writes all of `bytes`, or nothing if there is no room for them; returns whether there was.
@@ -100,8 +127,12 @@ impl ConsoleOutput {
         fits
     }
 
-    fn to(target: Target) -> (Self, ConsoleWriter) {
-        let shared = Arc::<Shared>::default();
+    fn to(target: Target, limits: RateLimits) -> (Self, ConsoleWriter) {
+        let shared = Arc::new(Shared {
+            throttle: Arc::new(Throttle::new(limits, Instant::now())),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        });
         (Self(Some(Arc::clone(&shared))), ConsoleWriter { shared, target })
     }
 
@@ -110,7 +141,21 @@ impl ConsoleOutput {
         self.0.as_ref().map_or(0, |shared| shared.lock().dropped_bytes)
     }
 
-    /// Ends the output: waits until everything is written, at most for `limit`.
+    /// Its limits, unless it is discarded.
+    pub fn throttle(&self) -> Option<&Arc<Throttle>> {
+        self.0.as_ref().map(|shared| &shared.throttle)
+    }
+
+    /// Makes the thread consider changed limits.
+    pub fn wake(&self) {
+        if let Some(shared) = &self.0 {
+            let _state = shared.lock();
+            shared.changed.notify_all();
+        }
+    }
+
+    /// Ends the output: waits until everything is written, without its limits, at most for
+    /// `limit`.
     pub fn finish(&self, limit: Duration) {
         let Some(shared) = &self.0 else { return };
         let mut state = shared.lock();
@@ -168,6 +213,7 @@ impl ConsoleWriter {
             }
             chunk.clear();
             chunk.extend(state.backlog.iter().take(CHUNK_BYTES));
+            state = self.shared.wait_for_tokens(state, chunk.len() as u64);
             drop(state);
             let written = self.target.write(&chunk);
             let mut state = self.shared.lock();

@@ -5,6 +5,7 @@ pub mod bus;
 pub mod console;
 pub mod platform;
 pub mod serial;
+pub mod throttle;
 pub mod virtio;
 
 pub use ebb_balloon::LogLimit;

@@ -423,6 +423,14 @@ impl Assembly<'_> {
             console: format!("{:?}", config.serial),
             source,
         })?;
+        if let Some(throttle) = output.throttle() {
+            let output = output.clone();
+            self.throttled.push(Throttled {
+                device: "serial".to_owned(),
+                throttle: throttle.clone(),
+                wake: Box::new(move || output.wake()),
+            });
+        }
         let interrupt = self.interrupt(layout::SERIAL_GSI)?;
         let input_read = clone(input_read)?;
         let serial = Arc::new(Mutex::new(Serial::new(interrupt, input_read, output)));
@@ -463,10 +471,12 @@ impl Assembly<'_> {
             .register_irqfd(&wires.interrupt, gsi)
             .map_err(VmError::kvm("wire an interrupt line"))?;
         if let Some(throttle) = device.throttle() {
+            let wake = wires.wake.clone();
             self.throttled.push(Throttled {
                 device: name.to_owned(),
                 throttle: throttle.clone(),
-                wake: wires.wake.clone(),
+                // A full counter has woken the thread already.
+                wake: Box::new(move || drop(wake.write(1))),
             });
         }
         let notify = IoEventAddress::Mmio(

@@ -3,21 +3,18 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use vmm_sys_util::eventfd::EventFd;
-
 use super::Vm;
 use crate::api::control::ControlError;
 use crate::api::limits::{DeviceLimits, LimitsChange, LimitsInfo};
 use crate::api::metrics::KindCount;
-use crate::devices::virtio::throttle::Throttle;
+use crate::devices::throttle::Throttle;
 
 /// A device whose requests can be limited.
 pub(super) struct Throttled {
-    /// Its name, also that of its thread.
     pub device: String,
     pub throttle: Arc<Throttle>,
-    /// Wakes its thread.
-    pub wake: Arc<EventFd>,
+    /// Makes it consider a request that waits.
+    pub wake: Box<dyn Fn() + Send + Sync>,
 }
 
 impl Vm {
@@ -48,8 +45,7 @@ impl Vm {
             }
         })?;
         throttled.throttle.set(limits, Instant::now());
-        // A full counter has woken the thread already.
-        let _ = throttled.wake.write(1);
+        (throttled.wake)();
         Ok(())
     }
 

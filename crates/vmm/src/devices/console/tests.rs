@@ -10,13 +10,17 @@ const SOON: Duration = Duration::from_secs(60);
 
 fn pipe() -> (File, ConsoleOutput) {
     let (reader, writer) = rustix::pipe::pipe().unwrap();
-    let (output, thread) = ConsoleOutput::to(Target::Stream(writer));
+    let (output, thread) = ConsoleOutput::to(Target::Stream(writer), RateLimits::default());
     thread.spawn("console", || {}).unwrap();
     (reader.into(), output)
 }
 
 fn file(path: &Path, max: u64) -> ConsoleOutput {
-    let config = SerialConfig::File { path: path.to_owned(), max: ByteSize::from_bytes(max) };
+    let config = SerialConfig::File {
+        path: path.to_owned(),
+        max: ByteSize::from_bytes(max),
+        limits: RateLimits::default(),
+    };
     let (output, thread) = ConsoleOutput::open(&config).unwrap();
     thread.unwrap().spawn("console", || {}).unwrap();
     output
@@ -40,6 +44,38 @@ fn a_stuck_reader_costs_only_output() {
         received += reader.read(&mut buffer).unwrap() as u64;
     }
     assert_eq!(received, kept);
+}
+
+#[test]
+fn limited_output_waits_until_the_limit_allows_it_or_the_end() {
+    let (mut reader, writer) = rustix::pipe::pipe().map(|(r, w)| (File::from(r), w)).unwrap();
+    let limits = RateLimits { bandwidth: Some(1), ..RateLimits::default() };
+    let (mut console, thread) = ConsoleOutput::to(Target::Stream(writer), limits);
+    thread.spawn("console", || {}).unwrap();
+    let mut received = [0; 100];
+    // More than the burst, which leaves a debt of minutes.
+    console.write_all(&[b'x'; 100]).unwrap();
+    reader.read_exact(&mut received).unwrap();
+    let throttle = console.throttle().unwrap().clone();
+    let wait_delayed = |count| {
+        while throttle.delayed() < count {
+            thread::yield_now();
+        }
+    };
+    console.write_all(&[b'y'; 100]).unwrap();
+    wait_delayed(1);
+    throttle.set(RateLimits::default(), Instant::now());
+    console.wake();
+    reader.read_exact(&mut received).unwrap();
+    assert_eq!(received, [b'y'; 100]);
+    throttle.set(limits, Instant::now());
+    for _ in 0..2 {
+        console.write_all(&[b'z'; 50]).unwrap();
+        reader.read_exact(&mut received[..25]).unwrap();
+    }
+    console.finish(SOON);
+    reader.read_exact(&mut received[..50]).unwrap();
+    assert_eq!(console.dropped_bytes(), 0);
 }
 
 #[test]
@@ -88,7 +124,8 @@ fn two_files_in_turn_bound_the_output() {
 #[test]
 fn a_full_disk_drops_output_and_is_tried_again() {
     let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
-    let (mut console, thread) = ConsoleOutput::to(Target::Stream(full.into()));
+    let (mut console, thread) =
+        ConsoleOutput::to(Target::Stream(full.into()), RateLimits::default());
     thread.spawn("console", || {}).unwrap();
     for _ in 0..2 {
         console.write_all(&[b'z'; 100]).unwrap();
@@ -103,6 +140,7 @@ fn a_console_that_is_not_a_file_is_refused() {
     let error = ConsoleOutput::open(&SerialConfig::File {
         path: "/dev/tty0".into(),
         max: ByteSize::from_bytes(1000),
+        limits: RateLimits::default(),
     });
     assert!(error.is_err());
 }

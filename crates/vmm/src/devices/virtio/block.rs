@@ -16,9 +16,9 @@ use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueState, QueueT, Read
 use vm_memory::ByteValued;
 
 use super::state::DeviceState;
-use super::throttle::{Admission, Throttle};
 use super::{VirtioDevice, Work, is_refused};
 use crate::config::{DiskConfig, Switch};
+use crate::devices::throttle::{Admission, Throttle};
 use crate::file::{Access, open_image};
 
 const DEVICE_ID: u32 = 2;

@@ -19,9 +19,9 @@ use virtio_queue::{Queue, QueueT};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::state::{DeviceDescription, SavedQueue, TransportState};
-use super::throttle::Throttle;
 use super::{VirtioDevice, Work};
 use crate::devices::bus::{BusDevice, ExclusiveDevice};
+use crate::devices::throttle::Throttle;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"virt");
 /// Version 2 is the layout of virtio 1.0 and later.

@@ -5,7 +5,6 @@ pub mod block;
 pub mod mmio;
 pub mod rng;
 pub mod state;
-pub mod throttle;
 pub mod worker;
 
 use std::fs::File;
@@ -16,8 +15,8 @@ use std::time::Instant;
 use ebb_guest_ram::GuestMemory;
 use virtio_queue::{Queue, QueueState};
 
+use crate::devices::throttle::Throttle;
 use state::DeviceState;
-use throttle::Throttle;
 
 /// Result of a notification or timer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -9,9 +9,9 @@ use virtio_queue::desc::split::Descriptor;
 use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::Bytes;
 
-use super::throttle::{Admission, Throttle};
 use super::{VirtioDevice, Work, is_refused};
 use crate::config::RateLimits;
+use crate::devices::throttle::{Admission, Throttle};
 
 const DEVICE_ID: u32 = 4;
 const QUEUE_SIZE: u16 = 64;

@@ -8,9 +8,9 @@ use vm_memory::GuestAddress;
 use super::*;
 use crate::config::{RateLimits, Switch};
 use crate::devices::bus::ExclusiveDevice;
+use crate::devices::throttle::{Admission, Throttle};
 use crate::devices::virtio::Work;
 use crate::devices::virtio::mmio::Wires;
-use crate::devices::virtio::throttle::{Admission, Throttle};
 
 /// Counts its calls. Has as many requests as `left`.
 struct Idle {
