@@ -323,9 +323,14 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
         let writable = (libc::O_ACCMODE | libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC) as u64;
         rules.insert(libc::SYS_openat, vec![masked(2, writable, libc::O_RDONLY as u64)?]);
     }
-    // Threads of data streams, in the same namespaces.
+    // Threads of data streams, in the same namespaces; no processes, which could outlive the monitor.
     if kind == ThreadKind::Migrate {
-        rules.insert(libc::SYS_clone, vec![masked(0, NEW_NAMESPACES, 0)?]);
+        let thread = libc::CLONE_THREAD as u64;
+        rules.insert(libc::SYS_clone, vec![masked(0, NEW_NAMESPACES | thread, thread)?]);
+    }
+    // The nodes of this process's own pages.
+    if kind == ThreadKind::Merge {
+        rules.insert(libc::SYS_move_pages, vec![equal(0, 0)?]);
     }
     // Signals for the threads of this process only.
     rules.insert(libc::SYS_tgkill, vec![equal(0, u64::from(std::process::id()))?]);

@@ -71,6 +71,11 @@ fn make_namespaces() {
     unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) };
 }
 
+fn make_a_process() {
+    // SAFETY: a call that is allowed makes a process that has a copy of the stack, like fork.
+    unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
+}
+
 fn make_executable_memory() {
     // SAFETY: an anonymous mapping at an address of the kernel's choice.
     unsafe {
@@ -116,6 +121,7 @@ fn threads_may_do_nothing_else() {
         assert_eq!(in_child(kind, create_a_vm), EXIT_CODE, "{kind:?}");
         assert_eq!(in_child(kind, signal_another_process), EXIT_CODE, "{kind:?}");
         assert_eq!(in_child(kind, make_namespaces), EXIT_CODE, "{kind:?}");
+        assert_eq!(in_child(kind, make_a_process), EXIT_CODE, "{kind:?}");
     }
     for kind in of_the_monitor() {
         assert_eq!(in_child(kind, open_for_reading), 0, "{kind:?}");
