@@ -49,6 +49,8 @@ pub fn run<W: Write>(
     let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(output.clone())
+        // Plain text, also in files: another crate can select the feature that colours it.
+        .with_ansi(false)
         .without_time()
         .finish();
     // Not `init`: depending on the features selected by other crates, it would also print the

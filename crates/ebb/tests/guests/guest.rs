@@ -356,7 +356,9 @@ impl Guest {
             self.process.status().ok_or_else(|| "it still runs".to_owned())
         });
         self.ended(status);
-        (status.code(), self.log())
+        let log = self.log();
+        assert!(!log.contains('\x1b'), "the log of a program has control characters: {log:?}");
+        (status.code(), log)
     }
 
     /// Whether the monitor has not ended.
