@@ -4,12 +4,16 @@
 //! A new target is a function here, a line in [`TARGETS`], and a file of two lines in
 //! `fuzz/fuzz_targets`.
 
-use std::io::{Read, Write};
+use std::fs::File;
+use std::io::{self, Read, Write};
 use std::net::Shutdown;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+
+use rustix::fs::MemfdFlags;
 
 use super::address::Address;
 use super::cancel::CancelHandle;
@@ -22,19 +26,21 @@ use super::message::{
     Acceptance, Greeting, HEADER_BYTES, Message, MessageKind, SetupBody, parse_header,
 };
 use super::preamble::{PREAMBLE_BYTES, Role};
-use super::security::Security;
+use super::security::{Security, TlsFiles};
 use super::source::{Outcome, connect};
+use super::tls::{TlsClient, TlsServer};
 
 /// A fuzz target by name.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 5] = [
+pub const TARGETS: [Target; 6] = [
     ("session_address", address),
     ("session_frame", frame),
     ("session_hello", hello),
     ("session_destination", destination),
     ("session_source", source),
+    ("session_tls_files", tls_files),
 ];
 
 /// Input that fits into a socket's buffer, so that no thread is needed to write it.
@@ -162,6 +168,43 @@ pub fn source(data: &[u8]) {
     // The thread accepts connections until one ends at once.
     drop(UnixStream::connect(&place.0));
     assert!(hostile.join().is_ok());
+}
+
+/// Files for TLS as they come from another process: three with parts of the bytes, or in place of
+/// one of them something else than a file. Errors name the option.
+pub fn tls_files(data: &[u8]) {
+    let Some((&kind, bytes)) = data.split_first() else { return };
+    let parts: Vec<_> = bytes.chunks(bytes.len().div_ceil(3).max(1)).collect();
+    let part = |index: usize| parts.get(index).copied().unwrap_or_default();
+    let file = |index: usize| {
+        let file = match kind {
+            0 if index == 0 => io::pipe().map(|(reader, _)| OwnedFd::from(reader)),
+            1 if index == 1 => File::open("/").map(OwnedFd::from),
+            2 if index == 2 => UnixStream::pair().map(|(socket, _)| OwnedFd::from(socket)),
+            _ => memory_file(part(index)),
+        };
+        Ok::<_, io::Error>((PathBuf::from(format!("descriptor {index}")), file?))
+    };
+    let (Ok(certificate), Ok(key), Ok(authorities)) = (file(0), file(1), file(2)) else { return };
+    let name = String::from_utf8_lossy(part(2)).into_owned();
+    let files = TlsFiles::from_descriptors([certificate, key, authorities], vec![name.clone()]);
+    let client = TlsClient::load(&files, &name).and_then(|client| client.connection().map(drop));
+    let server = TlsServer::load(&files).map(|server| server.connection().map(drop));
+    for error in [client.err(), server.err()].into_iter().flatten() {
+        match error {
+            SessionError::TlsFile { option, problem, .. } => {
+                assert!(option.starts_with("--") && !problem.is_empty());
+            }
+            error => panic!("{error}"),
+        }
+    }
+}
+
+/// A file without a name that holds these bytes.
+fn memory_file(bytes: &[u8]) -> io::Result<OwnedFd> {
+    let mut file = File::from(rustix::fs::memfd_create("fuzz", MemfdFlags::CLOEXEC)?);
+    file.write_all(bytes)?;
+    Ok(file.into())
 }
 
 fn run_source(address: &Address, cancel: &CancelHandle) -> Result<Outcome, SessionError> {

@@ -4,6 +4,13 @@ use ebb_migration::session::fuzzing::TARGETS;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
+/// The first byte of a target, and texts of the same length.
+fn padded(texts: &[&str]) -> Vec<u8> {
+    let longest = texts.iter().map(|text| text.len()).max().unwrap_or_default();
+    let texts = texts.iter().map(|text| format!("{text:longest$}"));
+    format!("x{}", texts.collect::<String>()).into_bytes()
+}
+
 /// Pieces of valid traffic and random bytes, so that inputs reach later stages.
 fn input() -> impl Strategy<Value = Vec<u8>> {
     let frame = |kind: u8, body: &[u8]| {
@@ -12,6 +19,11 @@ fn input() -> impl Strategy<Value = Vec<u8>> {
         bytes.extend(body);
         bytes
     };
+    // Files for TLS that are valid, and their parts in several orders.
+    let key = rcgen::KeyPair::generate().unwrap();
+    let certificate = rcgen::CertificateParams::new(vec!["a.example".to_owned()]).unwrap();
+    let certificate = certificate.self_signed(&key).unwrap();
+    let (key, certificate) = (key.serialize_pem(), certificate.pem());
     let mut preamble = b"EBB-MIG\n\x01\x00\x01\x00".to_vec();
     preamble.extend([0; 20]);
     let pieces = vec![
@@ -28,6 +40,10 @@ fn input() -> impl Strategy<Value = Vec<u8>> {
         frame(12, b"\"aborted\""),
         b"tcp:[::1]:44".to_vec(),
         b"unix:/a".to_vec(),
+        certificate.clone().into_bytes(),
+        padded(&[&certificate, &key, &certificate]),
+        padded(&[&certificate, &key, ""]),
+        padded(&[&key, &certificate, &key]),
     ];
     let piece = prop_oneof![
         3 => prop::sample::select(pieces),
