@@ -31,6 +31,9 @@ pub mod devices;
 mod ending;
 pub mod exit;
 mod file;
+#[cfg(any(test, feature = "testing"))]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod isolation;
 pub mod layout;
 pub mod log;

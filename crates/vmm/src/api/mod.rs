@@ -41,6 +41,8 @@ pub mod vm;
 
 mod connection;
 mod descriptors;
+#[cfg(any(test, feature = "testing"))]
+mod fuzzing;
 
 pub use balloon::*;
 pub use client::{Client, ClientError};
@@ -55,6 +57,9 @@ pub use reply::OPENAPI_JSON;
 pub use server::{ApiError, ApiServer, ApiSocket};
 pub use statistics::*;
 pub use vm::*;
+
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use fuzzing::fuzz_client;
 
 /// Parses one request and routes it to an operation, without any I/O: entry point for fuzzing.
 ///

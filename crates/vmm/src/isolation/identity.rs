@@ -93,6 +93,15 @@ fn named(name: &str, accounts: &str) -> Option<Identity> {
     })
 }
 
+/// Any text of `--user` and of an account file: an id that means "unchanged" is never found.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) fn fuzz_user(name: &str, accounts: &str) {
+    if let Some(identity) = named(name, accounts) {
+        let (uid, gid) = identity.ids();
+        assert!(uid != u32::MAX && gid != u32::MAX && !name.is_empty());
+    }
+}
+
 /// Finds a user that no process has, and locks it as long as the process lives.
 fn dynamic() -> Result<Identity, IsolationError> {
     let failed = IsolationError::step::<io::Error>;

@@ -5,6 +5,8 @@ mod build;
 mod control;
 mod event_loop;
 mod free_pages;
+#[cfg(any(test, feature = "testing"))]
+mod fuzzing;
 mod limits;
 mod merge;
 mod migration;
@@ -55,6 +57,8 @@ use migration::description::Incompatible;
 
 pub use event_loop::signals::Signals;
 pub use event_loop::{ChangedDisks, Start, restore, run};
+#[cfg(any(test, feature = "testing"))]
+pub use fuzzing::fuzz_descriptors;
 pub use migration::destination::{ReceiveConfig, receive};
 
 /// Why a virtual machine could not be started or run.

@@ -70,6 +70,11 @@ impl Save {
         }))
     }
 
+    /// Refuses a file of another kind.
+    pub(super) fn check(&self) -> Result<(), SnapshotError> {
+        check_target(&self.path, &self.file)
+    }
+
     /// Waits for the report. A client that no longer waits cancels the snapshot.
     pub(super) fn outcome(self: &Arc<Self>) -> Outcome {
         let client = Client(self.clone());
@@ -144,7 +149,7 @@ impl Vm {
 
     fn try_write_snapshot(&self, save: &Save) -> Result<SnapshotReport, Failure> {
         let started = Instant::now();
-        check_target(&save.path, &save.file)?;
+        save.check()?;
         let (captured, paused) = self.stop_and_save(save)?;
         let failed = |source| SnapshotError::Write { path: save.path.clone(), source };
         write_rest(&save.file, &captured, self.ram.size_bytes()).map_err(failed)?;

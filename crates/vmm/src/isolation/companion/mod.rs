@@ -5,6 +5,8 @@
 //! only below the directories that the command line allows. It is started before the monitor gives
 //! up its rights, ends with the monitor, however that ends, and then removes the monitor's sockets.
 
+#[cfg(any(test, feature = "testing"))]
+mod fuzzing;
 mod message;
 mod serve;
 
@@ -28,6 +30,10 @@ use crate::config::Switch;
 
 use message::{Reply, Request};
 
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use fuzzing::fuzz_allowed_directory;
+#[cfg(any(test, feature = "testing"))]
+pub use fuzzing::{fuzz_companion_replies, fuzz_companion_requests};
 pub(crate) use serve::NO_DIRECTORY;
 pub use serve::serve;
 

@@ -1,0 +1,43 @@
+//! Fuzz target: requests of the API with descriptors, up to the point where a machine uses them.
+
+use std::os::fd::OwnedFd;
+
+use super::migration::request::Order;
+use super::save::Save;
+use crate::api::control::{ControlError, Document, Machine, Operation, Outcome};
+
+/// The checks of a machine without the machine.
+struct Checks;
+
+impl Machine for Checks {
+    fn handle(
+        &self,
+        operation: Operation,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Outcome, ControlError> {
+        match operation {
+            Operation::Snapshot(target) => {
+                let save = Save::new(target, descriptors, None)?;
+                save.finish(match save.check() {
+                    Ok(()) => Err(ControlError::cancelled_save()),
+                    Err(error) => Err(ControlError::failed(error)),
+                });
+                Ok(save.outcome())
+            }
+            Operation::Migrate(request) => {
+                let order = Order::new(*request, descriptors)?;
+                assert_eq!(order.sockets.len(), 1 + usize::from(order.request.streams));
+                Ok(Document::OpenApi.into())
+            }
+            _ => {
+                assert!(descriptors.is_empty());
+                Ok(Document::OpenApi.into())
+            }
+        }
+    }
+}
+
+/// A client of the API that sends any requests with any descriptors: all are closed.
+pub fn fuzz_descriptors(data: &[u8]) {
+    crate::api::fuzz_client(data, &Checks);
+}
