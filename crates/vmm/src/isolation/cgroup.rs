@@ -4,6 +4,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use rustix::io::Errno;
+
 use super::IsolationError;
 use crate::size::ByteSize;
 
@@ -26,7 +28,8 @@ pub struct CgroupConfig {
 }
 
 impl CgroupConfig {
-    /// Creates the cgroup unless it exists, sets its limits and moves the process there.
+    /// Creates the cgroup unless it exists, sets its limits and moves the process there. A cgroup
+    /// that was created is removed again if that fails.
     pub(super) fn enter(&self) -> Result<(), IsolationError> {
         let folder = Path::new(MOUNT).join(&self.path);
         let failed = |action: String, source: io::Error, remedy| IsolationError::Cgroup {
@@ -35,13 +38,38 @@ impl CgroupConfig {
             source,
             remedy,
         };
-        match fs::create_dir(&folder) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+        // Elsewhere, the files of a cgroup would be ordinary ones.
+        let place = if folder.is_dir() { Some(folder.as_path()) } else { folder.parent() };
+        let is_cgroup = place.map_or(Ok(false), is_version_2).map_err(|errno| {
+            let remedy = "create its parent, or choose another one below /sys/fs/cgroup";
+            failed("create it".to_owned(), errno.into(), remedy)
+        })?;
+        if !is_cgroup {
+            let source = io::Error::new(io::ErrorKind::Unsupported, "it is not on a cgroup2 mount");
+            let remedy = "choose one below a mount of cgroup version 2 (findmnt -t cgroup2)";
+            return Err(failed("use it".to_owned(), source, remedy));
+        }
+        let created = match fs::create_dir(&folder) {
+            Ok(()) => true,
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
+            Err(error) => {
                 let remedy = "create it, or choose one below a cgroup that this user owns";
                 return Err(failed("create it".to_owned(), error, remedy));
             }
-            _ => {}
-        }
+        };
+        self.set_up(&folder, failed).inspect_err(|_| {
+            if created && let Err(error) = fs::remove_dir(&folder) {
+                tracing::warn!("cannot remove the cgroup {}: {error}", folder.display());
+            }
+        })
+    }
+
+    /// Sets the limits and moves the process.
+    fn set_up(
+        &self,
+        folder: &Path,
+        failed: impl Fn(String, io::Error, &'static str) -> IsolationError,
+    ) -> Result<(), IsolationError> {
         let limits = [
             ("memory.high", self.memory_high.map(|size| size.bytes().to_string())),
             ("memory.max", self.memory_max.map(|size| size.bytes().to_string())),
@@ -61,5 +89,35 @@ impl CgroupConfig {
                           parent, and choose a cgroup without children";
             failed("move to it".to_owned(), source, remedy)
         })
+    }
+}
+
+/// Whether `folder` is on a mount of version 2.
+fn is_version_2(folder: &Path) -> Result<bool, Errno> {
+    Ok(rustix::fs::statfs(folder)?.f_type == libc::CGROUP2_SUPER_MAGIC)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Otherwise files named like a cgroup's would be created there, and the limits be void.
+    #[test]
+    fn other_file_systems_are_refused_and_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let config = |path: PathBuf| CgroupConfig {
+            path,
+            memory_high: None,
+            memory_max: Some(ByteSize::from_bytes(1 << 30)),
+            cpu_weight: None,
+            pids_max: None,
+        };
+        for path in [directory.path().join("new"), directory.path().to_owned()] {
+            let error = config(path).enter().unwrap_err().to_string();
+            assert!(error.contains("cgroup2") && error.contains("version 2"), "{error}");
+        }
+        let error = config(directory.path().join("no/parent")).enter().unwrap_err().to_string();
+        assert!(error.contains("No such file") && error.contains("create its parent"), "{error}");
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 }
