@@ -129,10 +129,12 @@ impl Server {
 
     /// Creates the file of a snapshot below one of the allowed directories.
     fn create(&self, path: &Path) -> Result<NewSnapshot, String> {
-        let below =
-            self.allowed.iter().find_map(|(top, open)| Some((open, path.strip_prefix(top).ok()?)));
-        let below = below.filter(|(_, inside)| inside.file_name().is_some());
-        let (top, inside) = below.ok_or_else(|| self.not_allowed(path))?;
+        let mut below = self.allowed.iter().filter_map(|allowed| {
+            let inside = path.strip_prefix(&allowed.0).ok()?;
+            Some((allowed, inside)).filter(|(_, inside)| inside.file_name().is_some())
+        });
+        let ((name, top), inside) = below.next().ok_or_else(|| self.not_allowed(path))?;
+        check_in_place(name, top)?;
         let parent = inside.parent().filter(|parent| !parent.as_os_str().is_empty());
         // The kernel refuses whatever leads out of the directory: `..` and links.
         let directory = rustix::fs::openat2(
@@ -190,6 +192,22 @@ impl Server {
             .add_rules(rules)?;
         ruleset.restrict_self().map(drop)
     }
+}
+
+/// Refuses a directory that no longer has its name: the client would not find the file there.
+fn check_in_place(name: &Path, open: &OwnedFd) -> Result<(), String> {
+    let problem = match (rustix::fs::stat(name), rustix::fs::fstat(open)) {
+        (Ok(now), Ok(then)) if (now.st_dev, now.st_ino) == (then.st_dev, then.st_ino) => {
+            return Ok(());
+        }
+        (Ok(_), Ok(_)) => "another directory has its name".to_owned(),
+        (Err(errno), _) | (_, Err(errno)) => errno.to_string(),
+    };
+    Err(format!(
+        "the directory {} (--allow-dir) was moved or removed after the start: {problem}; move it \
+         back, or use `ebb ctl SOCKET snapshot FILE`",
+        name.display()
+    ))
 }
 
 fn only(descriptors: Vec<OwnedFd>) -> Result<OwnedFd, String> {

@@ -122,18 +122,33 @@ fn files_are_created_below_allowed_directories_only() {
 }
 
 #[test]
-fn a_directory_that_was_removed_is_an_error_and_no_harm() {
+fn a_directory_that_moves_away_is_an_error_and_no_harm() {
+    use std::fs::{create_dir, read_dir, remove_dir, rename};
     let directory = tempfile::tempdir().unwrap();
-    let top = directory.path().join("top");
-    std::fs::create_dir(&top).unwrap();
+    let (top, elsewhere) = (directory.path().join("top"), directory.path().join("elsewhere"));
+    create_dir(&top).unwrap();
     let (companion, _thread) = companion();
     companion.allow(&AllowedDirectory::open(&top).unwrap()).unwrap();
     companion.begin(Switch::On).unwrap();
-    std::fs::remove_dir(&top).unwrap();
-    for _ in 0..2 {
+    let refused = |words: &str| {
         let error = companion.create(&top.join("a")).unwrap_err();
         assert!(matches!(error, CompanionError::Refused(_)), "{error}");
-    }
+        assert!(error.to_string().contains("moved or removed"), "{error}");
+        assert!(error.to_string().contains(words), "{error}");
+    };
+    rename(&top, &elsewhere).unwrap();
+    refused("No such file");
+    // Another one in its place is not meant.
+    create_dir(&top).unwrap();
+    refused("another directory");
+    assert_eq!(read_dir(&top).unwrap().count() + read_dir(&elsewhere).unwrap().count(), 0);
+    remove_dir(&top).unwrap();
+    rename(&elsewhere, &top).unwrap();
+    companion.create(&top.join("a")).unwrap().1.publish().unwrap();
+    assert!(top.join("a").exists());
+    std::fs::remove_file(top.join("a")).unwrap();
+    remove_dir(&top).unwrap();
+    refused("No such file");
 }
 
 #[test]
