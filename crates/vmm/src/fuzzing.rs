@@ -20,7 +20,7 @@ use crate::api::LimitsChange;
 use crate::config::{
     DiskConfig, MemoryConfig, NumaNodeConfig, RateLimits, SerialConfig, options::parse_balloon,
 };
-use crate::devices::virtio::throttle::{Admission, Throttle};
+use crate::devices::throttle::{Admission, Throttle};
 use crate::isolation::CgroupConfig;
 
 pub use crate::isolation::{

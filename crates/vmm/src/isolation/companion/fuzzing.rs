@@ -227,14 +227,14 @@ fn send_replies(data: &[u8]) -> io::Result<()> {
     let (ours, theirs) = pair()?;
     let leak = Leak::new()?;
     for _ in 0..input.below(12) {
-        let reply = |error, index| serde_json::to_vec(&Reply { error, index });
+        let reply = |error| serde_json::to_vec(&Reply { error });
         let text = match input.byte() % 4 {
             0 => {
                 let length = input.below(120);
                 input.take(length).to_vec()
             }
-            1 => reply(Some("no".to_owned()), 0)?,
-            _ => reply(None, u32::from(input.byte()))?,
+            1 => reply(Some("no".to_owned()))?,
+            _ => reply(None)?,
         };
         let count = if input.rarely() { input.below(60) } else { input.below(3) };
         fuzzing::send(&theirs, &text, &vec![leak.descriptor(); count])?;
