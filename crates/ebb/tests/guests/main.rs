@@ -24,6 +24,7 @@ mod hostile;
 mod hostile_driver;
 mod inflate;
 mod isolation;
+mod kills;
 mod lifecycle;
 mod merge;
 mod merge_bad;
@@ -55,7 +56,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 27] = [
+const TESTS: [&[Test]; 28] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -75,6 +76,7 @@ const TESTS: [&[Test]; 27] = [
     hostile::TESTS,
     snapshot::TESTS,
     saving::TESTS,
+    kills::TESTS,
     clock::TESTS,
     migration::TESTS,
     migration_refused::TESTS,

@@ -89,6 +89,11 @@ impl<'a> Restore<'a> {
         self
     }
 
+    /// Adds an option with its value.
+    pub fn arg_os(self, option: &str, value: &Path) -> Self {
+        self.args([OsStr::new(option), value.as_os_str()])
+    }
+
     /// The command line.
     pub fn program(&self) -> Program {
         let mut program = Program::new(&self.scene.world.ebb);
@@ -102,7 +107,7 @@ impl<'a> Restore<'a> {
     }
 
     /// Starts the monitor without waiting.
-    fn spawn(self) -> Guest {
+    pub fn spawn(self) -> Guest {
         Guest::spawn(self.program(), self.socket, &self.scene.guests())
     }
 

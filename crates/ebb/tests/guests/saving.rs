@@ -4,7 +4,6 @@ use std::fs;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command as Program, Stdio};
-use std::time::Duration;
 
 use ebb_agent::protocol::Command;
 use ebb_vmm::api::{ClientError, VmState};
@@ -20,7 +19,6 @@ use crate::setup::Setup;
 pub const TESTS: &[Test] = &[
     Test::new("saving::a_client_hangs_up", 300, a_client_hangs_up),
     Test::new("saving::sigterm_and_kill", 300, sigterm_and_kill),
-    Test::new("saving::sigkill_leaves_nothing", 400, sigkill_leaves_nothing),
     Test::new("saving::during_reboots", 300, during_reboots),
 ];
 
@@ -169,32 +167,6 @@ fn sigterm_and_kill(scene: &Scene) {
         assert_eq!(names(&snapshots), [""; 0], "{how}");
         assert!(!guest.socket().exists(), "the socket is left behind");
     }
-}
-
-fn sigkill_leaves_nothing(scene: &Scene) {
-    let snapshots = directory(scene);
-    let file = snapshots.join("vm.snapshot");
-    let mut cut_short = 0;
-    for round in 0..6_u64 {
-        let mut guest = Setup::new(scene).memory("size=512M").start();
-        guest.run(Command::Hold { bytes: 300 * MIB, pattern: 52 });
-        let ctl = Ctl::start(scene, &guest, &file);
-        std::thread::sleep(Duration::from_millis(20 + 60 * round));
-        guest.signal(Signal::KILL);
-        let _ = guest.wait_end();
-        let (done, said) = ctl.end();
-        if done {
-            assert_eq!(names(&snapshots), ["vm.snapshot"], "{said}");
-            fs::remove_file(&file).unwrap();
-        } else {
-            cut_short += 1;
-            assert_eq!(names(&snapshots), [""; 0], "{said}");
-        }
-        // A killed monitor does not remove its socket.
-        let _ = fs::remove_file(guest.socket());
-    }
-    println!("    {cut_short} of 6 snapshots were cut short");
-    assert!(cut_short > 0);
 }
 
 fn during_reboots(scene: &Scene) {
