@@ -218,6 +218,10 @@ pub enum RamError {
     )]
     SaveOntoSource,
 
+    /// The caller has cancelled the allocation in advance.
+    #[error("guest memory is not allocated in advance: it was cancelled")]
+    PopulateCancelled,
+
     /// The caller has cancelled a save.
     #[error("guest memory is not saved: it was cancelled")]
     SaveCancelled,

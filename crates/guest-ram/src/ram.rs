@@ -51,19 +51,27 @@ impl GuestRam {
         populate: Populate,
     ) -> Result<Self, RamError> {
         check(regions, backing)?;
-        // Huge pages of the pool are reserved when it is mapped: the pool's size is the limit
-        // there.
-        if populate == Populate::Prealloc && backing != Backing::Hugetlb2M {
-            populate::check_possible(regions.iter().map(|spec| spec.size_bytes).sum())?;
+        if populate == Populate::Prealloc {
+            populate::check_possible(regions.iter().map(|spec| spec.size_bytes).sum(), backing)?;
         }
         let mappings = regions
             .iter()
             .map(|spec| Mapping::new(spec, backing, huge_pages))
             .collect::<Result<Vec<_>, _>>()?;
         if populate == Populate::Prealloc {
-            mappings.iter().try_for_each(populate::populate)?;
+            mappings.iter().try_for_each(|mapping| populate::populate(mapping, &|| false))?;
         }
         Self::assemble(regions, mappings, backing, huge_pages, None)
+    }
+
+    /// Allocates all memory, as [`Populate::Prealloc`] does, until `is_cancelled`.
+    ///
+    /// # Errors
+    /// [`RamError::LargerThanHost`], [`RamError::Populate`] if the host cannot allocate a page,
+    /// [`RamError::PopulateCancelled`].
+    pub fn populate(&self, is_cancelled: &(dyn Fn() -> bool + Sync)) -> Result<(), RamError> {
+        populate::check_possible(self.size_bytes(), self.backing)?;
+        self.mappings.iter().try_for_each(|mapping| populate::populate(mapping, is_cancelled))
     }
 
     /// Assembles mapped regions.

@@ -11,12 +11,14 @@ use rustix::termios::{LocalModes, tcgetattr};
 use crate::guest::Guest;
 use crate::harness::{Scene, Test, eventually, when};
 use crate::setup::Setup;
+use crate::tiny_kernel;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
     Test::new("ends::power_off", 180, power_off),
     Test::new("ends::power_button", 180, power_button),
     Test::new("ends::reboot", 180, reboot),
+    Test::new("ends::reboots_in_a_loop", 180, reboots_in_a_loop),
     Test::new("ends::panic", 180, panic),
     Test::new("ends::triple_fault", 180, triple_fault),
     Test::new("ends::signals", 240, signals),
@@ -82,6 +84,29 @@ fn reboot(scene: &Scene) {
     let guest = Setup::new(scene).args(["--on-reboot", "exit"]).start();
     guest.send(Command::Reboot);
     expect_end(guest, 3, "the guest rebooted");
+}
+
+/// A guest whose first instructions request the next reboot.
+fn reboots_in_a_loop(scene: &Scene) {
+    let (kernel, console) = (scene.path("kernel"), scene.path("console"));
+    std::fs::write(&kernel, tiny_kernel::elf(tiny_kernel::REBOOT)).unwrap();
+    let file = format!("file={}", console.display());
+    let mut guest = Setup::new(scene).kernel(&kernel).serial(&file).start_api();
+    let starts = || std::fs::read_to_string(&console).unwrap().lines().count();
+    let waits = |guest: &Guest| guest.log().lines().count();
+    eventually("a wait of 4 s", 60, || when(guest.log().contains("4s"), || guest.log()));
+    // The first start, five reboots at once, and those after 250, 500, 1000 and 2000 ms.
+    assert_eq!((starts(), waits(&guest)), (10, 5), "{}", guest.log());
+    // No more lines, although the guest goes on.
+    eventually("the reboot after 4 s", 30, || when(starts() == 11, || starts().to_string()));
+    assert_eq!(waits(&guest), 5, "{}", guest.log());
+    // It waits for 8 s now, and can be stopped and ended.
+    for target in ["/vm/trim", "/vm/kill"] {
+        let _ = guest.client().request("PUT", target, "");
+    }
+    let (code, log) = guest.wait_end();
+    assert_eq!((code, log.lines().count()), (Some(7), 6), "{log}");
+    assert_eq!(starts(), 11);
 }
 
 fn panic(scene: &Scene) {

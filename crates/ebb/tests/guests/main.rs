@@ -34,6 +34,7 @@ mod merge_stress;
 mod merge_support;
 mod migration;
 mod migration_refused;
+mod migration_unknown;
 mod module;
 mod module_recordings;
 mod module_support;
@@ -44,8 +45,10 @@ mod reporting;
 mod saved;
 mod saving;
 mod setup;
+mod sigterm;
 mod snapshot;
 mod statistics;
+mod tiny_kernel;
 mod trace;
 mod trim;
 
@@ -56,7 +59,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 28] = [
+const TESTS: [&[Test]; 30] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -77,9 +80,11 @@ const TESTS: [&[Test]; 28] = [
     snapshot::TESTS,
     saving::TESTS,
     kills::TESTS,
+    sigterm::TESTS,
     clock::TESTS,
     migration::TESTS,
     migration_refused::TESTS,
+    migration_unknown::TESTS,
     merge::TESTS,
     merge_domains::TESTS,
     merge_kernel::TESTS,

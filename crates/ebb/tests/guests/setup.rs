@@ -39,7 +39,7 @@ pub struct Setup<'a> {
     clocksource: Option<Clocksource>,
     memory: String,
     balloon: String,
-    serial: &'static str,
+    serial: String,
     arguments: Vec<OsString>,
     socket: PathBuf,
 }
@@ -56,7 +56,7 @@ impl<'a> Setup<'a> {
             clocksource: None,
             memory: "size=512M".to_owned(),
             balloon: "reporting=off".to_owned(),
-            serial: "stdio",
+            serial: "stdio".to_owned(),
             arguments: Vec::new(),
             socket: scene.path("api"),
         }
@@ -99,8 +99,8 @@ impl<'a> Setup<'a> {
     }
 
     /// Sets the value of `--serial`.
-    pub fn serial(mut self, text: &'static str) -> Self {
-        self.serial = text;
+    pub fn serial(mut self, text: &str) -> Self {
+        text.clone_into(&mut self.serial);
         self
     }
 
@@ -133,7 +133,7 @@ impl<'a> Setup<'a> {
         let cmdline = format!("{CMDLINE} {clock}{}", self.words);
         program.arg("run").arg("--kernel").arg(&self.kernel).arg("--initrd").arg(&self.initrd);
         program.args(["--cmdline", &cmdline, "--memory", &self.memory, "--balloon", &self.balloon]);
-        program.args(["--serial", self.serial, "--api"]).arg(&self.socket).args(&self.arguments);
+        program.args(["--serial", &self.serial, "--api"]).arg(&self.socket).args(&self.arguments);
         program
     }
 

@@ -160,6 +160,13 @@ fn preallocated_memory_is_resident() {
     for backing in [Backing::Anonymous, Backing::Memfd] {
         // More than one chunk, so that several threads share the work.
         let spec = RegionSpec { start: GuestAddress(0), size_bytes: 160 * MIB, host_node: None };
+        let lazy = GuestRam::new(&[spec], backing, HugePages::On, Populate::Lazy).unwrap();
+        let error = lazy.populate(&|| true).unwrap_err();
+        assert!(matches!(error, RamError::PopulateCancelled), "{error}");
+        assert_eq!(lazy.resident_bytes().unwrap(), 0);
+        lazy.populate(&|| false).unwrap();
+        assert_eq!(lazy.resident_bytes().unwrap(), 160 * MIB);
+        drop(lazy);
         let ram = GuestRam::new(&[spec], backing, HugePages::On, Populate::Prealloc).unwrap();
         assert_eq!(ram.resident_bytes().unwrap(), 160 * MIB);
         // Returned to the host although it was allocated in advance.

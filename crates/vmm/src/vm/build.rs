@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use ebb_guest_ram::{GuestMemory, GuestRam, RegionSpec, SharedRam};
+use ebb_guest_ram::{GuestMemory, GuestRam, Populate, RegionSpec, SharedRam};
 use ebb_kvm_clock::Kilohertz;
 use kvm_bindings::{CpuId, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region};
 use kvm_ioctls::{IoEventAddress, Kvm, VmFd};
@@ -254,7 +254,8 @@ fn guest_ram(config: &VmConfig, origin: &mut Origin) -> Result<GuestRam, VmError
         return Ok(GuestRam::adopt(&regions, memory.huge_pages, shared)?);
     }
     let Origin::Snapshot(snapshot) = origin else {
-        return Ok(GuestRam::new(&regions, memory.backing, memory.huge_pages, memory.populate)?);
+        // Memory that is wanted in advance is allocated when signals are answered.
+        return Ok(GuestRam::new(&regions, memory.backing, memory.huge_pages, Populate::Lazy)?);
     };
     let file =
         snapshot.file.try_clone().map_err(VmError::host("duplicate the snapshot's descriptor"))?;

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ebb_guest_ram::{Populate, RamError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -86,6 +87,16 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
     start_log(&filters, &exit)?;
     let Built { mut vm, input_read } = build(config, origin, &filters, &exit)?;
+    if vm.config.memory.populate == Populate::Prealloc {
+        // It takes a second for some GiB, and must not delay an end.
+        match vm.ram.populate(&|| signals.is_pending()) {
+            Err(RamError::PopulateCancelled) => {}
+            populated => populated?,
+        }
+        if let Some(name) = signals.take() {
+            return Ok(GuestExit::Signal { name });
+        }
+    }
     isolation.complete(vm.needs())?;
     vm.isolation = isolation.info().clone();
     vm.companion = isolation.companion().cloned();

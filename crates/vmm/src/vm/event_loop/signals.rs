@@ -3,6 +3,8 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
 /// Signals that end the monitor, with their names.
 const SIGNALS: [(libc::c_int, &str); 4] = [
     (libc::SIGTERM, "SIGTERM"),
@@ -47,6 +49,12 @@ impl Signals {
         }
         // SAFETY: the descriptor is new and has no other owner.
         Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } })
+    }
+
+    /// Whether a signal has arrived.
+    pub(super) fn is_pending(&self) -> bool {
+        let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
     }
 
     /// Name of a signal that has arrived.
