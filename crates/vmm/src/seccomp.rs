@@ -328,6 +328,10 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
         let thread = libc::CLONE_THREAD as u64;
         rules.insert(libc::SYS_clone, vec![masked(0, NEW_NAMESPACES | thread, thread)?]);
     }
+    // With this flag, a TCP socket that is no longer connected would be connected anew (tcp(7)).
+    if let Some(conditions) = rules.get_mut(&libc::SYS_sendmsg) {
+        conditions.push(masked(2, libc::MSG_FASTOPEN as u64, 0)?);
+    }
     // The nodes of this process's own pages.
     if kind == ThreadKind::Merge {
         rules.insert(libc::SYS_move_pages, vec![equal(0, 0)?]);

@@ -76,6 +76,17 @@ fn make_a_process() {
     unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
 }
 
+/// Connects a socket without connect(2).
+fn send_to_connect() {
+    // SAFETY: the descriptor is no socket: without a filter the call only fails.
+    unsafe { libc::syscall(libc::SYS_sendmsg, -1, 0, libc::MSG_FASTOPEN) };
+}
+
+fn move_pages_of_another_process() {
+    // SAFETY: the call concerns no pages.
+    unsafe { libc::syscall(libc::SYS_move_pages, 1, 0, 0, 0, 0, 0) };
+}
+
 fn make_executable_memory() {
     // SAFETY: an anonymous mapping at an address of the kernel's choice.
     unsafe {
@@ -122,6 +133,8 @@ fn threads_may_do_nothing_else() {
         assert_eq!(in_child(kind, signal_another_process), EXIT_CODE, "{kind:?}");
         assert_eq!(in_child(kind, make_namespaces), EXIT_CODE, "{kind:?}");
         assert_eq!(in_child(kind, make_a_process), EXIT_CODE, "{kind:?}");
+        assert_eq!(in_child(kind, send_to_connect), EXIT_CODE, "{kind:?}");
+        assert_eq!(in_child(kind, move_pages_of_another_process), EXIT_CODE, "{kind:?}");
     }
     for kind in of_the_monitor() {
         assert_eq!(in_child(kind, open_for_reading), 0, "{kind:?}");
