@@ -1,11 +1,12 @@
 //! The user that a monitor becomes when root has started it.
 
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::DirBuilder;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::Path;
 
-use rustix::fs::{FlockOperation, Gid, Uid};
+use rustix::fs::{FlockOperation, Gid, Mode, OFlags, Uid};
 use rustix::io::Errno;
 
 use super::IsolationError;
@@ -121,14 +122,11 @@ fn dynamic() -> Result<Identity, IsolationError> {
         if is_taken {
             continue;
         }
-        let lock = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(Path::new(LOCKS).join(id.to_string()))
-            .map_err(failed("open the lock of a user id"))?;
+        // Only for reading: nobody who captures the monitor can fill the host's /run with it.
+        let flags = OFlags::RDONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let path = Path::new(LOCKS).join(id.to_string());
+        let lock = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)
+            .map_err(|errno| failed("open the lock of a user id")(errno.into()))?;
         match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) => continue,
@@ -141,8 +139,8 @@ fn dynamic() -> Result<Identity, IsolationError> {
 }
 
 /// The lock belongs to the process: a part of the monitor that ends early must not release it.
-fn keep(lock: File) {
-    static KEPT: std::sync::OnceLock<File> = std::sync::OnceLock::new();
+fn keep(lock: OwnedFd) {
+    static KEPT: std::sync::OnceLock<OwnedFd> = std::sync::OnceLock::new();
     // A process becomes another user once.
     let _ = KEPT.set(lock);
 }
