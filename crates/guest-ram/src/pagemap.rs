@@ -8,6 +8,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use ebb_abi::PAGE_SIZE_BYTES;
+use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 
 /// Bytes of an entry (Linux Documentation/admin-guide/mm/pagemap.rst).
 const ENTRY_BYTES: usize = 8;
@@ -46,8 +47,20 @@ impl PageState {
 impl Pagemap {
     /// `None` if /proc is missing or not readable for the process.
     pub(crate) fn open() -> Option<Self> {
-        let file = File::open("/proc/self/pagemap")
-            .inspect_err(|error| tracing::debug!("/proc/self/pagemap cannot be read: {error}"));
+        // On a thread without capabilities: to a file that was opened with CAP_SYS_ADMIN, the
+        // kernel would show physical addresses for as long as it is open (Linux
+        // fs/proc/task_mmu.c, `pagemap_read`).
+        let open = || -> io::Result<File> {
+            let none = CapabilitySet::empty();
+            let sets = CapabilitySets { effective: none, permitted: none, inheritable: none };
+            set_capabilities(None, sets)?;
+            File::open("/proc/self/pagemap")
+        };
+        let file = std::thread::Builder::new().spawn(open).and_then(|thread| {
+            thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread has panicked")))
+        });
+        let file =
+            file.inspect_err(|error| tracing::debug!("/proc/self/pagemap cannot be read: {error}"));
         file.ok().map(Self)
     }
 
