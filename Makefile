@@ -16,8 +16,8 @@ MODULE_SOURCES = $(wildcard $(addprefix guest/linux/ebb_balloon/,*.c *.h Kbuild)
 MODULE_DIRECTORY = target/ebb_balloon/$(MODULE_KERNEL)
 MODULE = $(MODULE_DIRECTORY)/ebb_balloon.ko
 
-.PHONY: help deps build module module-of-kernel demo test test-long bench lint style fmt doc fuzz
-.PHONY: clean
+.PHONY: help deps build module module-of-kernel planted-bug demo test test-long bench lint style fmt
+.PHONY: doc fuzz clean
 
 help:
 	@echo 'make demo    install the dependencies, build, and run the main experiment on real Linux'
@@ -28,6 +28,7 @@ help:
 	@echo '             ebb, ebb-lab, ebb-agent; and the module'
 	@echo 'make module  the balloon driver for guests: target/ebb_balloon/RELEASE/ebb_balloon.ko'
 	@echo '             (MODULE_KERNEL=RELEASE)'
+	@echo 'make planted-bug  the monitor with a bug for the tests that exploit it'
 	@echo 'make bench   benchmarks of the balloon device, guest memory, migration and merging'
 	@echo 'make lint    formatting, clippy with warnings as errors, licences'
 	@echo 'make style   the same without the licences, which the tests also check'
@@ -70,15 +71,23 @@ demo: deps build
 	@echo 'demo: guests on a host without swap, with and without free page reporting (a few minutes)'
 	$(PROGRAMS)/ebb-lab run density --scale $(SCALE)
 
+# The monitor with a bug for a test on real guests, a program of its own: features are unified, so
+# that one build cannot have it and the ordinary monitor. With a test that is built anyway, the
+# libraries have the features that all tests need, and only the monitor is compiled twice.
+planted-bug:
+	@echo 'planted-bug: the monitor with a bug that its test exploits'
+	$(CARGO) build --locked --workspace --features ebb/planted-bug --bin ebb-planted-bug \
+		--test store_order
+
 # The tests of all packages build their programs, including the guest agent. A separate build of the
 # agent would compile it twice, because the tests need other features of the same dependencies.
-test: deps module
+test: deps module planted-bug
 	@echo 'test: all crates, including tests on real guests'
 	$(CARGO) test --locked --workspace
 
 # The tests on real guests with full counts, sizes and times. The results are committed; `.ci/run`
 # reports when they are older than a mechanism.
-test-long: deps module
+test-long: deps module planted-bug
 	@mkdir -p $(dir $(LONG_RESULTS))
 	$(CARGO) build --locked -p ebb -p ebb-agent
 	EBB_TESTS=long EBB_TEST_RESULTS=$(abspath $(LONG_RESULTS)) \
@@ -97,6 +106,7 @@ style:
 	$(CARGO) clippy --locked -p ebb-guest-ram -- -D warnings
 	$(CARGO) clippy --locked -p ebb-balloon -- -D warnings
 	$(CARGO) clippy --locked -p ebb -- -D warnings
+	$(CARGO) clippy --locked -p ebb --features planted-bug --bin ebb-planted-bug -- -D warnings
 
 fmt:
 	$(CARGO) fmt --all

@@ -55,6 +55,8 @@ pub struct World {
     pub machine: Machine,
     /// The `ebb` program.
     pub ebb: PathBuf,
+    /// The same with a planted bug, if it was built.
+    pub planted_ebb: PathBuf,
     /// Debian's kernel as bzImage.
     pub bzimage: PathBuf,
     /// The same kernel as ELF.

@@ -5,6 +5,7 @@
 //! and its rings are in its own pages. Otherwise it would crash its own guest, which every driver
 //! can do and which tests nothing.
 
+pub mod attacker;
 mod chaos;
 mod memory;
 mod messages;
@@ -17,7 +18,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use memory::Memory;
-use window::{Register, Window};
+use window::{BALLOON, Register, Window};
 
 /// First argument that runs this program as the hostile driver.
 pub const ARGUMENT: &str = "--hostile-driver";
@@ -101,12 +102,15 @@ struct Device {
     memory: Memory,
     /// Next index of each available ring.
     next: [u16; QUEUES],
+    /// Number of entries of each ring.
+    size: u16,
 }
 
 impl Device {
     fn open() -> Result<Self, String> {
-        let window = Window::open()?;
-        Ok(Self { window, memory: Memory::allocate(QUEUES)?, next: [0; QUEUES] })
+        let window = Window::open(BALLOON)?;
+        let (memory, next) = (Memory::allocate(QUEUES)?, [0; QUEUES]);
+        Ok(Self { window, memory, next, size: QUEUE_SIZE })
     }
 
     /// Resets the device and accepts these features; returns whether the device agrees.
@@ -138,7 +142,7 @@ impl Device {
         let page = self.memory.ring_address(index);
         self.place(
             index,
-            QUEUE_SIZE.into(),
+            self.size.into(),
             [page, page + AVAILABLE_OFFSET as u64, page + USED_OFFSET as u64],
         );
         self.window.set(Register::QueueReady, 1);
@@ -173,7 +177,7 @@ impl Device {
 
     /// Makes the chain that begins at `head` available and notifies the device.
     fn offer(&mut self, index: usize, head: u16) {
-        let slot = AVAILABLE_OFFSET + 4 + usize::from(self.next[index] % QUEUE_SIZE) * 2;
+        let slot = AVAILABLE_OFFSET + 4 + usize::from(self.next[index] % self.size) * 2;
         self.memory.ring_mut(index)[slot..slot + 2].copy_from_slice(&head.to_le_bytes());
         let next = self.next[index].wrapping_add(1);
         self.publish(index, next);

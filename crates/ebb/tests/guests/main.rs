@@ -41,6 +41,7 @@ mod module_support;
 mod module_trackers;
 mod moved;
 mod place;
+mod planted_bug;
 mod reporting;
 mod saved;
 mod saving;
@@ -59,7 +60,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 30] = [
+const TESTS: [&[Test]; 31] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -75,6 +76,7 @@ const TESTS: [&[Test]; 30] = [
     module_trackers::TESTS,
     api::TESTS,
     isolation::TESTS,
+    planted_bug::TESTS,
     bad_input::TESTS,
     hostile::TESTS,
     snapshot::TESTS,
@@ -101,6 +103,11 @@ fn main() -> ExitCode {
         words.iter().map(String::as_str).collect::<Vec<_>>()[..]
     {
         return hostile_driver::main(seed, rounds);
+    }
+    if let Some((hostile_driver::attacker::ARGUMENT, rest)) =
+        words.get(1).map(|first| (first.as_str(), &words[2..]))
+    {
+        return hostile_driver::attacker::main(rest);
     }
     let mut arguments = Arguments::from_args();
     let selected: Vec<_> = names().filter(|name| is_selected(&arguments, name)).collect();

@@ -44,6 +44,7 @@ const MOST_TRIED_AGAIN: usize = 6;
 const PROGRAM_INSIDE: &str = "/init";
 const INITRD_INSIDE: &str = "/opt/guest.cpio";
 const HOSTILE_INITRD_INSIDE: &str = "/opt/hostile.cpio";
+const PLANTED_INSIDE: &str = "/opt/ebb-planted-bug";
 /// Path of this program in a guest of the hostile image.
 pub const PROGRAM_IN_GUEST: &str = "/bin/guests";
 /// Static busybox, as Debian installs it.
@@ -78,6 +79,7 @@ pub fn choose() -> Result<Place, String> {
         let world = World {
             machine: Machine::Emulated(trace),
             ebb: "/bin/ebb".into(),
+            planted_ebb: PLANTED_INSIDE.into(),
             bzimage: "/ebb/vmlinuz".into(),
             vmlinux: "/ebb/vmlinux".into(),
             initrd: INITRD_INSIDE.into(),
@@ -105,6 +107,7 @@ pub fn choose() -> Result<Place, String> {
     let world = World {
         machine: Machine::Real,
         ebb: env!("CARGO_BIN_EXE_ebb").into(),
+        planted_ebb: planted_ebb(),
         bzimage: kernel.image,
         vmlinux: path("vmlinux"),
         initrd: path("guest.cpio"),
@@ -170,6 +173,12 @@ fn agent() -> Result<PathBuf, String> {
          if the tests are)",
         chosen.display()
     ))
+}
+
+/// The monitor with a planted bug, which is no part of an ordinary build. It may be missing: only
+/// its test fails then.
+fn planted_ebb() -> PathBuf {
+    Path::new(env!("CARGO_BIN_EXE_ebb")).with_file_name("ebb-planted-bug")
 }
 
 fn write_image(
@@ -363,6 +372,13 @@ impl Outside {
             target: target.into(),
             mode: Some(0o644),
         };
+        let mut files =
+            vec![image("guest.cpio", INITRD_INSIDE), image("hostile.cpio", HOSTILE_INITRD_INSIDE)];
+        files.extend(
+            Some(planted_ebb())
+                .filter(|path| path.is_file())
+                .map(|path| file(path, PLANTED_INSIDE)),
+        );
         let host = VirtualHost::start(&HostConfig {
             cpus: 2,
             nodes: vec![
@@ -371,10 +387,7 @@ impl Outside {
             ],
             swap_mib: 1024,
             huge_pages: 320,
-            files: vec![
-                image("guest.cpio", INITRD_INSIDE),
-                image("hostile.cpio", HOSTILE_INITRD_INSIDE),
-            ],
+            files,
             time_limit: counts(HOST_LIMIT, LONG_HOST_LIMIT),
             monitor: Some(env!("CARGO_BIN_EXE_ebb").into()),
             agent: Some(agent()?),

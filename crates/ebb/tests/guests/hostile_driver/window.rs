@@ -10,8 +10,10 @@ use rustix::mm::{MapFlags, ProtFlags, mmap};
 const WINDOW_BYTES: usize = 4096;
 /// Magic value "virt" (virtio 1.3 section 4.2.2).
 const MAGIC: u32 = 0x7472_6976;
+/// Device type of the entropy device (section 5.4.1).
+pub const ENTROPY: u32 = 4;
 /// Device type of the balloon (section 5.5.1).
-const BALLOON: u32 = 5;
+pub const BALLOON: u32 = 5;
 /// Offset of the device's configuration space.
 pub const CONFIG: usize = 0x100;
 
@@ -39,8 +41,8 @@ pub enum Register {
 pub struct Window(NonNull<u8>);
 
 impl Window {
-    /// Finds the balloon among the devices announced by ACPI.
-    pub fn open() -> Result<Self, String> {
+    /// Finds the device of this type among those announced by ACPI.
+    pub fn open(device: u32) -> Result<Self, String> {
         let map =
             fs::read_to_string("/proc/iomem").map_err(|error| format!("/proc/iomem: {error}"))?;
         let starts = map
@@ -49,11 +51,11 @@ impl Window {
             .filter_map(|line| u64::from_str_radix(line.trim_start().split('-').next()?, 16).ok());
         for start in starts {
             let window = Self::map(start)?;
-            if window.get(Register::Magic) == MAGIC && window.get(Register::DeviceId) == BALLOON {
+            if window.get(Register::Magic) == MAGIC && window.get(Register::DeviceId) == device {
                 return Ok(window);
             }
         }
-        Err(format!("no balloon in /proc/iomem:\n{map}"))
+        Err(format!("no device of type {device} in /proc/iomem:\n{map}"))
     }
 
     fn map(start: u64) -> Result<Self, String> {

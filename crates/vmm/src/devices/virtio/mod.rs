@@ -3,6 +3,8 @@
 pub mod balloon;
 pub mod block;
 pub mod mmio;
+#[cfg(feature = "planted-bug")]
+pub mod planted_bug;
 pub mod rng;
 pub mod state;
 pub mod worker;

@@ -30,6 +30,8 @@ pub struct Rng {
 impl Rng {
     /// Creates a device whose buffers are in `memory`.
     pub fn new(memory: GuestMemory, limits: RateLimits) -> Self {
+        #[cfg(feature = "planted-bug")]
+        super::planted_bug::plant();
         let throttle = Arc::new(Throttle::new(limits, Instant::now()));
         Self { memory, queue: None, throttle }
     }
@@ -67,6 +69,12 @@ impl VirtioDevice for Rng {
         for _ in 0..BUFFERS_A_CALL {
             let Some(chain) = queue.pop_descriptor_chain(&self.memory) else { return work };
             let head = chain.head_index();
+            #[cfg(feature = "planted-bug")]
+            if let Some(written) = super::planted_bug::execute(&self.memory, &chain) {
+                let _ = queue.add_used(&self.memory, head, written);
+                work.interrupt = true;
+                continue;
+            }
             // The guest could change them between the limit and the write.
             let buffers: Vec<Descriptor> = if is_refused(queue, &self.memory, head) {
                 Vec::new()
