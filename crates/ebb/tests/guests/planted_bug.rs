@@ -208,9 +208,10 @@ fn descriptors(guest: &Guest) -> BTreeMap<u64, String> {
     let entries = fs::read_dir(format!("/proc/{}/fd", guest.pid())).unwrap();
     entries
         .map(|entry| entry.unwrap().path())
-        .map(|path| {
+        .filter_map(|path| {
             let number = path.file_name().unwrap().to_str().unwrap().parse().unwrap();
-            (number, fs::read_link(path).unwrap().display().to_string())
+            // Those of API clients come and go.
+            Some((number, fs::read_link(path).ok()?.display().to_string()))
         })
         .collect()
 }
@@ -269,11 +270,11 @@ fn the_companion_does_no_more(scene: &Scene) {
     let create = |path: String| serde_json::json!({ "create": { "path": path } }).to_string();
     let outside = scene.path("").display().to_string();
     let requests = [
+        serde_json::json!({ "remove": { "index": 99 } }).to_string(),
         serde_json::json!({ "allow": { "path": "/" } }).to_string(),
         serde_json::json!({ "keep": { "name": { "Unix": b"secret" }, "device": 0, "inode": 0 } })
             .to_string(),
         serde_json::json!({ "begin": { "seccomp": "off" } }).to_string(),
-        serde_json::json!({ "remove": { "index": 99 } }).to_string(),
         create("/etc/passwd".to_owned()),
         create(format!("{outside}/created")),
         create(format!("{allowed}/../created")),
@@ -286,7 +287,7 @@ fn the_companion_does_no_more(scene: &Scene) {
     ];
     let answers: Vec<String> = attack(&guest, "companion", &requests);
     let refused = answers.iter().filter(|answer| answer.contains(r#""error":""#)).count();
-    // The last one ends it.
-    assert!(refused >= requests.len() - 1, "{answers:#?}");
+    // Two have no answer, and the last one ends it.
+    assert!(refused >= requests.len() - 3, "{answers:#?}");
     stage.check("the companion");
 }

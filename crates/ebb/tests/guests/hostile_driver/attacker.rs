@@ -290,23 +290,28 @@ impl Attacker {
         all.len()
     }
 
-    /// Sends requests to the monitor's companion, and to whatever else is a connection. Returns the
-    /// answers.
+    /// Sends requests to the monitor's companion, which answers the first one. Returns the answers.
     fn ask_companion(&mut self, requests: &[String]) -> Vec<String> {
-        let no_seek = -i64::from(libc::ESPIPE);
         let mut answers = Vec::new();
-        for fd in self.descriptors().into_iter().filter(|fd| *fd > 2) {
-            if self.call(libc::SYS_lseek, &[fd, 0, libc::SEEK_END as u64]) != no_seek {
+        for fd in self.descriptors() {
+            // Only sockets have no positions and no room to allocate.
+            let errors = [
+                self.call(libc::SYS_lseek, &[fd, 0, libc::SEEK_END as u64]),
+                self.call(libc::SYS_fallocate, &[fd, 0, 0, 1]),
+            ];
+            if errors != [libc::ESPIPE, libc::ENODEV].map(|error| -i64::from(error)) {
                 continue;
             }
-            for request in requests {
+            for (index, request) in requests.iter().enumerate() {
                 self.write(SCRATCH_OFFSET, request.as_bytes());
                 let sent = self.call(libc::SYS_write, &[fd, SCRATCH, request.len() as u64]);
-                if sent < 0 {
+                let is_answered =
+                    sent > 0 && self.is_readable(fd, if index == 0 { 10_000 } else { 2000 });
+                if !is_answered && index == 0 {
                     break;
                 }
-                if !self.is_readable(fd, 1000) {
-                    break;
+                if !is_answered {
+                    continue;
                 }
                 let length = self.call(libc::SYS_read, &[fd, SCRATCH, 4096]).max(0);
                 let answer = self.read(SCRATCH_OFFSET, length as usize);
