@@ -1,6 +1,6 @@
 //! The other devices: disks and entropy.
 
-use std::fs;
+use std::fs::{self, File};
 
 use ebb_agent::protocol::Command;
 use ebb_vmm::api::{LimitsChange, LimitsInfo, RateLimits};
@@ -8,12 +8,14 @@ use ebb_vmm::api::{LimitsChange, LimitsInfo, RateLimits};
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, eventually};
 use crate::setup::Setup;
+use crate::snapshot::SmallDisk;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
     Test::new("devices::disk_writes_and_reads", 180, disk_writes_and_reads),
     Test::new("devices::readonly_disk_refuses", 180, readonly_disk_refuses),
     Test::new("devices::limited_disk", 180, limited_disk),
+    Test::new("devices::full_host", 180, full_host),
     Test::new("devices::entropy", 180, entropy),
 ];
 
@@ -106,6 +108,33 @@ fn limited_disk(scene: &Scene) {
     let change = LimitsChange { device: "disk0".to_owned(), limits };
     let _: LimitsInfo = guest.client().put_json("/limits", &change).unwrap();
     assert_eq!(guest.outcome(reads).unwrap()["code"], 0);
+}
+
+/// The file system of an image is full: the guest gets an error, the machine goes on, and the same
+/// write succeeds when there is room.
+fn full_host(scene: &Scene) {
+    let small = SmallDisk::new(scene.path("small"));
+    let (path, filler) = (small.0.join("disk"), small.0.join("filler"));
+    fs::write(&path, vec![0x5a; MIB as usize]).unwrap();
+    File::options().write(true).open(&path).unwrap().set_len(32 * MIB).unwrap();
+    fs::write(&filler, vec![1; 12 * MIB as usize]).unwrap();
+    let guest = Setup::new(scene).args(["--disk", &format!("path={}", path.display())]).start();
+    guest.run(Command::Hold { bytes: 8 * MIB, pattern: 5 });
+    let write = "tr '\\0' x < /dev/zero | \
+                 dd of=/dev/vda bs=1M iflag=fullblock count=8 seek=8 conv=notrunc,fsync";
+    for _ in 0..2 {
+        let failed = run_shell(&guest, write);
+        assert_ne!(failed["code"], 0, "{failed}");
+        guest.run(Command::DropCaches);
+        assert_eq!(run_shell(&guest, "head -c 3 /dev/vda")["stdout"], "ZZZ");
+    }
+    // Nothing else was written.
+    assert!(fs::read(&path).unwrap()[..8 << 20].iter().all(|byte| matches!(byte, 0 | 0x5a)));
+    fs::remove_file(&filler).unwrap();
+    let written = run_shell(&guest, write);
+    assert_eq!(written["code"], 0, "{written}");
+    assert!(fs::read(&path).unwrap()[8 << 20..16 << 20].iter().all(|byte| *byte == b'x'));
+    assert_eq!(guest.wrong_pages(), 0);
 }
 
 fn entropy(scene: &Scene) {

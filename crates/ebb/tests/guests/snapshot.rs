@@ -258,10 +258,11 @@ fn paused_or_not(scene: &Scene) {
 }
 
 /// A separate small file system.
-struct SmallDisk(PathBuf);
+pub struct SmallDisk(pub PathBuf);
 
 impl SmallDisk {
-    fn new(path: PathBuf) -> Self {
+    /// Mounts one of 16 MiB.
+    pub fn new(path: PathBuf) -> Self {
         fs::create_dir(&path).unwrap();
         mount("tmpfs", &path, "tmpfs", MountFlags::empty(), c"size=16m").unwrap();
         Self(path)
