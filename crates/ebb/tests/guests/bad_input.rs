@@ -3,14 +3,19 @@
 
 use std::fs::{self, File};
 use std::io::Read;
-use std::os::unix::fs::PermissionsExt;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command as Program, Stdio};
 use std::thread;
 
 use ebb_agent::protocol::Command;
+use ebb_vmm::api::{ClientError, VmState};
+use serde_json::{Value, json};
 
+use crate::guest::MIB;
 use crate::harness::{Scene, Test, eventually};
 use crate::setup::Setup;
 
@@ -19,6 +24,8 @@ pub const TESTS: &[Test] = &[
     Test::new("bad_input::kernels_and_images", 240, kernels_and_images),
     Test::new("bad_input::sizes_and_options", 240, sizes_and_options),
     Test::new("bad_input::isolation", 240, isolation),
+    Test::new("bad_input::cgroup_without_rights", 120, cgroup_without_rights),
+    Test::new("bad_input::descriptors", 240, descriptors),
     Test::new("bad_input::sockets", 240, sockets),
     Test::new("bad_input::disks", 240, disks),
     Test::new("bad_input::kvm_without_permission", 120, kvm_without_permission),
@@ -127,12 +134,94 @@ fn isolation(scene: &Scene) {
     let setup = || Setup::new(scene);
     refuse(scene, &setup().args(["--user", "no-such-account"]), 1, &["no-such-account", "--user"]);
     refuse(scene, &setup().args(["--user", "1:2:3"]), 1, &["1:2:3"]);
-    refuse(scene, &setup().args(["--cgroup", "path=/nowhere/x"]), 1, &["/nowhere/x", "create it"]);
+    refuse(
+        scene,
+        &setup().args(["--cgroup", "path=/nowhere/x"]),
+        1,
+        &["/nowhere/x", "create its parent"],
+    );
     let wanted = "path=ebb-bad,cpu_weight=1000000";
     refuse(scene, &setup().args(["--cgroup", wanted]), 1, &["cpu.weight", "ebb-bad"]);
-    let _ = fs::remove_dir("/sys/fs/cgroup/ebb-bad");
+    // What was created is removed again.
+    assert!(!Path::new("/sys/fs/cgroup/ebb-bad").exists());
     refuse(scene, &setup().args(["--cgroup", "memory_max=1G"]), 2, &["`path` is missing"]);
     refuse(scene, &setup().args(["--isolate", "maybe"]), 2, &["auto", "off"]);
+}
+
+/// An ordinary user in front of root's cgroups.
+fn cgroup_without_rights(scene: &Scene) {
+    let root = Path::new("/sys/fs/cgroup");
+    if !rustix::process::geteuid().is_root() || !root.join("cgroup.procs").exists() {
+        // No cgroups of version 2, or none that this user could make.
+        return;
+    }
+    fs::set_permissions(scene.path(""), fs::Permissions::from_mode(0o777)).unwrap();
+    let existing = root.join("ebb-of-root");
+    fs::create_dir(&existing).unwrap();
+    for (name, words) in [
+        ("ebb-new", ["create it", "Permission denied", "a cgroup that this user owns"]),
+        ("ebb-of-root", ["move to it", "Permission denied", "cgroup.procs"]),
+    ] {
+        let setup = Setup::new(scene).args(["--cgroup", &format!("path={name}")]);
+        let mut program = setup.program();
+        program.uid(NOBODY).gid(fs::metadata("/dev/kvm").unwrap().gid());
+        expect_failure(program, 1, &words);
+        assert!(!scene.path("api").exists(), "the socket is left behind");
+    }
+    assert!(!root.join("ebb-new").exists());
+    fs::remove_dir(&existing).unwrap();
+}
+
+/// Descriptors of the wrong kinds for a snapshot and for a migration.
+fn descriptors(scene: &Scene) {
+    let guest = Setup::new(scene).memory("size=256M").start();
+    guest.run(Command::Hold { bytes: 32 * MIB, pattern: 9 });
+    let diary = scene.path("diary");
+    fs::write(&diary, "not empty").unwrap();
+    let empty = scene.path("empty");
+    fs::write(&empty, "").unwrap();
+    let open = |options: &mut fs::OpenOptions, path: &Path| -> OwnedFd {
+        options.open(path).unwrap().into()
+    };
+    let read = |path: &Path| open(File::options().read(true), path);
+    let write = |path: &Path| open(File::options().write(true), path);
+    let pipe = || OwnedFd::from(std::io::pipe().unwrap().1);
+    let socket = || OwnedFd::from(UnixStream::pair().unwrap().0);
+    let unusable = |descriptor: OwnedFd| [socket(), descriptor].into();
+    let snapshot = |descriptor: OwnedFd| vec![descriptor];
+    let requests: [(&str, Vec<OwnedFd>, &str); 11] = [
+        ("snapshot", snapshot(pipe()), "is a FIFO"),
+        ("snapshot", snapshot(socket()), "is a socket"),
+        ("snapshot", snapshot(read(&scene.path(""))), "is a directory"),
+        ("snapshot", snapshot(read(&empty)), "is not open for writing"),
+        ("snapshot", snapshot(open(File::options().append(true), &empty)), "O_APPEND"),
+        ("snapshot", snapshot(write(&diary)), "is not empty"),
+        ("snapshot", vec![write(&empty), write(&empty)], "more than one"),
+        ("migrate", unusable(write(&empty)), "descriptor 2 must be a socket"),
+        ("migrate", unusable(pipe()), "descriptor 2 must be a socket"),
+        ("migrate", unusable(read(&scene.path(""))), "is a directory"),
+        ("migrate", vec![socket()], "takes 2 connected sockets"),
+    ];
+    for (operation, descriptors, words) in requests {
+        let borrowed: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+        let body = match operation {
+            "snapshot" => json!({ "path": "/named" }),
+            _ => json!({ "to": "unix:/named", "streams": 1 }),
+        };
+        let target = format!("/vm/{operation}");
+        match guest.client().put_json_with::<Value>(&target, &body, &borrowed) {
+            Err(ClientError::Refused { status: 422, detail }) => {
+                assert!(detail.message.contains(words), "'{words}' is missing: {detail:?}");
+            }
+            other => panic!("{operation}, {words}: {other:?}"),
+        }
+        assert_eq!(guest.vm().state, VmState::Running);
+    }
+    assert_eq!(fs::read(&diary).unwrap(), b"not empty");
+    assert_eq!(fs::read(&empty).unwrap(), b"");
+    // A request that is right still works.
+    guest.save(&scene.path("vm.snapshot"));
+    assert_eq!(guest.wrong_pages(), 0);
 }
 
 fn sockets(scene: &Scene) {
