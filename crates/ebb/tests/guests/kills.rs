@@ -38,6 +38,9 @@ fn kills(short: usize) -> usize {
 /// Memory that guests of these tests hold, in bytes.
 const HELD: u64 = 64 * MIB;
 
+/// The cgroup of monitors that are killed, where there is version 2.
+const CGROUP: &str = "/sys/fs/cgroup/ebb-kills";
+
 /// Name of the socket of a broker, which a killed one leaves to the next.
 const BROKER: &str = "broker";
 
@@ -121,7 +124,7 @@ fn locked_users() -> BTreeSet<String> {
 }
 
 /// Checks that nothing is left of other monitors than these: no socket in the test's directory, no
-/// companion, no locked user id, no folder in the cgroup of the test.
+/// companion, no locked user id, and no cgroup.
 #[track_caller]
 fn check_nothing_left(scene: &Scene, alive: &[&Guest]) {
     let pids: BTreeSet<_> = alive.iter().map(|guest| guest.pid()).collect();
@@ -135,6 +138,9 @@ fn check_nothing_left(scene: &Scene, alive: &[&Guest]) {
             if is_socket && !is_known {
                 let _ = writeln!(left, "socket {}", entry.path().display());
             }
+        }
+        if alive.is_empty() && Path::new(CGROUP).exists() {
+            let _ = writeln!(left, "{CGROUP}");
         }
         // On another machine, there may be other monitors.
         if matches!(scene.world.machine, Machine::Emulated(_)) {

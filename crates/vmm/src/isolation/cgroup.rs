@@ -1,9 +1,12 @@
 //! Placement in a cgroup (Linux Documentation/admin-guide/cgroup-v2.rst).
 
+use std::ffi::OsString;
 use std::fs;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::IsolationError;
@@ -27,10 +30,37 @@ pub struct CgroupConfig {
     pub pids_max: Option<u32>,
 }
 
+/// A cgroup that did not exist before.
+#[derive(Debug)]
+pub(super) struct NewCgroup {
+    /// Its parent, opened with `O_PATH`.
+    pub parent: OwnedFd,
+    /// Its name there.
+    pub name: OsString,
+}
+
+impl NewCgroup {
+    /// The cgroup in `folder`. `None` if it cannot be removed without capabilities: the root cgroup
+    /// has mode 0555.
+    fn of(folder: &Path) -> Result<Option<Self>, Errno> {
+        let (Some(parent), Some(name)) = (folder.parent(), folder.file_name()) else {
+            return Ok(None);
+        };
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let parent = rustix::fs::open(parent, flags, Mode::empty())?;
+        let mode = Mode::from_raw_mode(rustix::fs::fstat(&parent)?.st_mode);
+        Ok(mode.contains(Mode::WUSR).then(|| Self { parent, name: name.to_owned() }))
+    }
+}
+
 impl CgroupConfig {
     /// Creates the cgroup unless it exists, sets its limits and moves the process there. A cgroup
-    /// that was created is removed again if that fails.
-    pub(super) fn enter(&self) -> Result<(), IsolationError> {
+    /// that was created is passed to `keep`, to be removed at the end, and removed again if a step
+    /// fails.
+    pub(super) fn enter(
+        &self,
+        keep: impl FnOnce(NewCgroup) -> Result<(), IsolationError>,
+    ) -> Result<(), IsolationError> {
         let folder = Path::new(MOUNT).join(&self.path);
         let failed = |action: String, source: io::Error, remedy| IsolationError::Cgroup {
             path: folder.display().to_string(),
@@ -57,7 +87,14 @@ impl CgroupConfig {
                 return Err(failed("create it".to_owned(), error, remedy));
             }
         };
-        self.set_up(&folder, failed).inspect_err(|_| {
+        let kept = if created {
+            NewCgroup::of(&folder)
+                .map_err(|errno| failed("open it".to_owned(), errno.into(), "choose another one"))
+                .and_then(|new| new.map_or(Ok(()), keep))
+        } else {
+            Ok(())
+        };
+        kept.and_then(|()| self.set_up(&folder, failed)).inspect_err(|_| {
             if created && let Err(error) = fs::remove_dir(&folder) {
                 tracing::warn!("cannot remove the cgroup {}: {error}", folder.display());
             }
@@ -113,10 +150,11 @@ mod tests {
             pids_max: None,
         };
         for path in [directory.path().join("new"), directory.path().to_owned()] {
-            let error = config(path).enter().unwrap_err().to_string();
+            let error = config(path).enter(|_| Ok(())).unwrap_err().to_string();
             assert!(error.contains("cgroup2") && error.contains("version 2"), "{error}");
         }
-        let error = config(directory.path().join("no/parent")).enter().unwrap_err().to_string();
+        let error =
+            config(directory.path().join("no/parent")).enter(|_| Ok(())).unwrap_err().to_string();
         assert!(error.contains("No such file") && error.contains("create its parent"), "{error}");
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
     }

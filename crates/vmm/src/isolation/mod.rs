@@ -186,6 +186,19 @@ fn restrict_paths() -> io::Result<bool> {
     Ok(status.ruleset != RulesetStatus::NotEnforced)
 }
 
+/// Moves the process to a cgroup, which the companion removes at the end if it is new.
+fn enter_cgroup(cgroup: &CgroupConfig, companion: &Companion) -> Result<(), IsolationError> {
+    let mut attempts = 0..3;
+    loop {
+        match cgroup.enter(|new| Ok(companion.keep_cgroup(new)?)) {
+            // The companion of a monitor that has just ended has removed it.
+            Err(IsolationError::Cgroup { source, .. })
+                if source.kind() == io::ErrorKind::NotFound && attempts.next().is_some() => {}
+            entered => return entered,
+        }
+    }
+}
+
 /// A monitor on its way out of its user's rights.
 #[derive(Debug)]
 pub(crate) struct Isolation {
@@ -213,7 +226,7 @@ pub(crate) struct Needs {
 }
 
 impl Isolation {
-    /// Starts a companion if there are `sockets`, and moves the process into namespaces and a
+    /// Starts a companion if there are `sockets` or a cgroup, and moves the process into namespaces and a
     /// cgroup of its own. The file system is still that of the host, and the rights are those of
     /// the user.
     ///
@@ -238,14 +251,14 @@ impl Isolation {
                 .map_err(|source| IsolationError::Directory { path: path.clone(), source })
         });
         let directories: Vec<_> = directories.collect::<Result<_, _>>()?;
-        let companion = match sockets {
-            Sockets::None => None,
-            Sockets::Some => Some(Companion::start()?),
-        };
+        let is_needed = sockets == Sockets::Some || config.cgroup.is_some();
+        let companion = is_needed.then(Companion::start).transpose()?;
         if let Some(companion) = &companion {
             directories.iter().try_for_each(|directory| companion.allow(directory))?;
+            if let Some(cgroup) = &config.cgroup {
+                enter_cgroup(cgroup, companion)?;
+            }
         }
-        config.cgroup.iter().try_for_each(CgroupConfig::enter)?;
         let rights = ThreadRights::default();
         let mut isolation = Self { rights, companion, info };
         if config.mode == IsolationMode::Off {

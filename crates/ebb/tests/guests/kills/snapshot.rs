@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use ebb_vmm::api::VmState;
 use rustix::process::Signal;
 
-use super::{a_part_of, base, check_nothing_left, companion_of, kills, moments, signal};
+use super::{CGROUP, a_part_of, base, check_nothing_left, companion_of, kills, moments, signal};
 use crate::guest::Guest;
-use crate::harness::{Scene, WRONG_CONTENT, eventually, when};
+use crate::harness::{Machine, Scene, WRONG_CONTENT, eventually, when};
 use crate::saved::{Restore, describe};
 use crate::setup::Setup;
 
@@ -107,8 +107,13 @@ pub(super) fn in_a_snapshot(scene: &Scene) {
     let snapshots = scene.path("snapshots");
     fs::create_dir(&snapshots).unwrap();
     let file = snapshots.join("vm.snapshot");
-    let start =
-        |from: &PathBuf| Restore::new(scene, from).arg_os("--allow-dir", &snapshots).start();
+    let has_cgroups = matches!(scene.world.machine, Machine::Emulated(_));
+    let start = |from: &PathBuf| {
+        let restore = Restore::new(scene, from).arg_os("--allow-dir", &snapshots);
+        let option = format!("path={CGROUP}");
+        let cgroup: &[_] = if has_cgroups { &["--cgroup", &option] } else { &[] };
+        restore.args(cgroup).start()
+    };
 
     let base = base(scene, Setup::new(scene));
     let mut random = moments(scene);
@@ -180,10 +185,13 @@ pub(super) fn in_a_snapshot(scene: &Scene) {
         match victim {
             // From what is there.
             Victim::Monitor => guest = start(if after.is_some() { &file } else { &base }),
-            // The next monitor takes over the socket.
+            // The next monitor takes over the socket; the cgroup may be in use by others.
             Victim::Companion => {
                 assert_eq!(guest.wrong_pages(), 0, "{WRONG_CONTENT}");
                 guest.end();
+                if has_cgroups {
+                    fs::remove_dir(CGROUP).unwrap();
+                }
                 guest = start(&base);
             }
             Victim::Client => {}

@@ -28,6 +28,9 @@ pub(super) enum Request {
     /// Remove this name from the directory that comes with the message, when the monitor ends or
     /// asks for it, if it is still the same socket. Names are numbered from 0. Only before `Begin`.
     Keep { name: OsString, device: u64, inode: u64 },
+    /// Remove the cgroup of this name from the directory that comes with the message when the
+    /// monitor ends. Only before `Begin`.
+    KeepCgroup { name: OsString },
     /// Serve requests for files below `path`, the directory that comes with the message. Only before
     /// `Begin`.
     Allow { path: PathBuf },
@@ -48,7 +51,7 @@ impl Request {
     /// Whether it has an answer. Of the others, the first one that was refused fails `Begin`: the
     /// monitor does not wait while its companion starts.
     pub(super) fn is_answered(&self) -> bool {
-        !matches!(self, Self::Keep { .. } | Self::Allow { .. })
+        !matches!(self, Self::Keep { .. } | Self::KeepCgroup { .. } | Self::Allow { .. })
     }
 }
 

@@ -3,7 +3,8 @@
 //! The monitor cannot open a path or connect once its machine runs. Its companion has no guest
 //! memory and no API; it answers a handful of [requests](message::Request) with descriptors, and
 //! only below the directories that the command line allows. It is started before the monitor gives
-//! up its rights, ends with the monitor, however that ends, and then removes the monitor's sockets.
+//! up its rights, ends with the monitor, however that ends, and then removes the monitor's sockets
+//! and its cgroup.
 
 #[cfg(any(test, feature = "testing"))]
 mod fuzzing;
@@ -28,6 +29,7 @@ use thiserror::Error;
 
 use crate::config::Switch;
 
+use super::cgroup::NewCgroup;
 use message::{Reply, Request};
 
 #[cfg(any(test, feature = "testing"))]
@@ -176,6 +178,11 @@ impl Companion {
         self.prepare(&Request::Keep { name, device, inode }, entry.directory.as_fd())?;
         let index = self.0.names.fetch_add(1, Ordering::Relaxed);
         Ok(KeptName { companion: self.clone(), index })
+    }
+
+    /// Makes the companion remove a cgroup at the end. Only before [`begin`](Self::begin).
+    pub(super) fn keep_cgroup(&self, cgroup: NewCgroup) -> Result<(), CompanionError> {
+        self.prepare(&Request::KeepCgroup { name: cgroup.name }, cgroup.parent.as_fd())
     }
 
     /// Lets the companion create files below a directory. Only before [`begin`](Self::begin).

@@ -1,15 +1,17 @@
 //! The companion process.
 
+use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use ebb_local_io::SocketEntry;
 use landlock::{
     ABI, Access as _, AccessFs, AccessNet, PathBeneath, Ruleset, RulesetAttr as _,
     RulesetCreatedAttr as _, RulesetError,
 };
-use rustix::fs::{Mode, OFlags, ResolveFlags};
+use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
 use super::message::{self, Reply, Request};
@@ -21,6 +23,10 @@ use crate::vm::Signals;
 /// Why a file is not created where no directory is allowed.
 pub(crate) const NO_DIRECTORY: &str =
     "no file descriptor came with the request, and the monitor opens no paths";
+/// How long a cgroup may be in use after the end of its monitor.
+const CGROUP_PATIENCE: Duration = Duration::from_secs(10);
+/// Interval of attempts to remove it.
+const CGROUP_RETRY: Duration = Duration::from_millis(10);
 /// Most names that a companion keeps.
 const MAX_NAMES: usize = 8;
 
@@ -32,6 +38,7 @@ struct Server {
     /// Why a request without an answer was refused.
     refused: Option<String>,
     names: Vec<Option<SocketEntry>>,
+    cgroup: Option<(OwnedFd, OsString)>,
     /// Directories below which files are created.
     allowed: Vec<(PathBuf, OwnedFd)>,
     /// A snapshot that is being written.
@@ -73,7 +80,28 @@ pub(super) fn serve_on(socket: &OwnedFd) -> io::Result<()> {
         }
     };
     server.names.iter().flatten().for_each(SocketEntry::remove);
+    if let Some((parent, name)) = &server.cgroup {
+        remove_cgroup(parent, name);
+    }
     served
+}
+
+/// Removes a cgroup when its last process has gone. The monitor's is about to: its files are closed
+/// first. Other processes may have moved there; then it stays.
+fn remove_cgroup(parent: &OwnedFd, name: &OsStr) {
+    let deadline = Instant::now() + CGROUP_PATIENCE;
+    loop {
+        match rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR) {
+            Err(Errno::BUSY) if Instant::now() < deadline => {
+                std::thread::park_timeout(CGROUP_RETRY);
+            }
+            Ok(()) | Err(Errno::BUSY | Errno::NOENT) => return,
+            Err(errno) => {
+                tracing::warn!("cannot remove the cgroup {name:?}: {errno}");
+                return;
+            }
+        }
+    }
 }
 
 impl Server {
@@ -84,7 +112,10 @@ impl Server {
         descriptors: Vec<OwnedFd>,
     ) -> Result<Option<OwnedFd>, String> {
         match request {
-            Request::Keep { .. } | Request::Allow { .. } | Request::Begin { .. }
+            Request::Keep { .. }
+            | Request::KeepCgroup { .. }
+            | Request::Allow { .. }
+            | Request::Begin { .. }
                 if self.has_begun =>
             {
                 return Err("the machine has started".to_owned());
@@ -96,6 +127,7 @@ impl Server {
                 }
                 self.names.push(Some(SocketEntry { directory, name, device, inode }));
             }
+            Request::KeepCgroup { name } => self.cgroup = Some((only(descriptors)?, name)),
             Request::Allow { path } => self.allowed.push((path, only(descriptors)?)),
             Request::Begin { seccomp } => {
                 self.has_begun = true;
@@ -181,7 +213,9 @@ impl Server {
             | AccessFs::RemoveFile
             | AccessFs::Refer;
         let files = self.allowed.iter().map(|(_, directory)| (directory, writes));
+        let cgroup = self.cgroup.iter().map(|(parent, _)| (parent, AccessFs::RemoveDir.into()));
         let rules = names
+            .chain(cgroup)
             .chain(files)
             .map(|(directory, access)| Ok(PathBeneath::new(directory, access)))
             .collect::<Vec<Result<_, RulesetError>>>();

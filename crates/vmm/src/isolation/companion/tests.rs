@@ -36,6 +36,21 @@ fn sockets_are_removed_on_request_and_at_the_end() {
 }
 
 #[test]
+fn a_new_cgroup_is_removed_at_the_end() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("vm1");
+    std::fs::create_dir(&path).unwrap();
+    let parent = std::fs::File::open(directory.path()).unwrap().into();
+    let (companion, thread) = companion();
+    companion.keep_cgroup(NewCgroup { parent, name: "vm1".into() }).unwrap();
+    companion.begin(Switch::On).unwrap();
+    assert!(path.exists());
+    drop(companion);
+    thread.join().unwrap().unwrap();
+    assert!(!path.exists());
+}
+
+#[test]
 fn nothing_is_kept_after_the_start() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("socket");
