@@ -177,7 +177,7 @@ fn of_floods(scene: &Scene) {
 }
 
 fn at_the_start(scene: &Scene) {
-    for memory in ["size=64M", "size=1536M,prealloc=on", "size=1536M,prealloc=on,thp=off"] {
+    for memory in ["size=256M", "size=1536M,prealloc=on", "size=1536M,prealloc=on,thp=off"] {
         for delay_ms in [10, 100, 400] {
             let mut program = Setup::new(scene).memory(memory).program();
             program.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
