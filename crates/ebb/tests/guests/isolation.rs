@@ -128,10 +128,14 @@ fn as_requested(scene: &Scene) {
 
     let Machine::Emulated(_) = scene.world.machine else { return };
     let root = Path::new("/sys/fs/cgroup");
-    let _ = fs::write(root.join("cgroup.subtree_control"), "+memory +pids +cpu");
-    let wanted = "path=ebb-test,memory_max=900M,memory_high=800M,pids_max=99";
+    let parent = root.join("ebb-test");
+    fs::create_dir(&parent).unwrap();
+    for cgroup in [root, &parent] {
+        let _ = fs::write(cgroup.join("cgroup.subtree_control"), "+memory +pids +cpu");
+    }
+    let wanted = "path=ebb-test/vm,memory_max=900M,memory_high=800M,pids_max=99";
     let guest = Setup::new(scene).args(["--cgroup", wanted]).start();
-    let folder = root.join("ebb-test");
+    let folder = parent.join("vm");
     let read = |name: &str| fs::read_to_string(folder.join(name)).unwrap().trim().to_owned();
     // KVM's kernel threads for the machine are there, too.
     let pid = guest.pid().to_string();

@@ -39,7 +39,7 @@ fn kills(short: usize) -> usize {
 const HELD: u64 = 64 * MIB;
 
 /// The cgroup of monitors that are killed, where there is version 2.
-const CGROUP: &str = "/sys/fs/cgroup/ebb-kills";
+const CGROUP: &str = "/sys/fs/cgroup/ebb-kills/vm";
 
 /// Name of the socket of a broker, which a killed one leaves to the next.
 const BROKER: &str = "broker";

@@ -108,6 +108,10 @@ pub(super) fn in_a_snapshot(scene: &Scene) {
     fs::create_dir(&snapshots).unwrap();
     let file = snapshots.join("vm.snapshot");
     let has_cgroups = matches!(scene.world.machine, Machine::Emulated(_));
+    let parent = Path::new(CGROUP).parent().unwrap();
+    if has_cgroups {
+        fs::create_dir_all(parent).unwrap();
+    }
     let start = |from: &PathBuf| {
         let restore = Restore::new(scene, from).arg_os("--allow-dir", &snapshots);
         let option = format!("path={CGROUP}");
@@ -189,8 +193,11 @@ pub(super) fn in_a_snapshot(scene: &Scene) {
             Victim::Companion => {
                 assert_eq!(guest.wrong_pages(), 0, "{WRONG_CONTENT}");
                 guest.end();
+                // The kernel may still be about to empty it.
                 if has_cgroups {
-                    fs::remove_dir(CGROUP).unwrap();
+                    eventually("the cgroup is removed", 20, || {
+                        fs::remove_dir(CGROUP).map_err(|error| error.to_string())
+                    });
                 }
                 guest = start(&base);
             }
@@ -201,4 +208,7 @@ pub(super) fn in_a_snapshot(scene: &Scene) {
     println!("    snapshots: {complete} complete, {cut_short} cut short by kills");
     guest.end();
     check_nothing_left(scene, &[]);
+    if has_cgroups {
+        fs::remove_dir(parent).unwrap();
+    }
 }
