@@ -1,5 +1,5 @@
-//! Bad input that is found before a guest runs: a message that says what to do, exit code 1, and the
-//! files as before.
+//! Bad input that is found before a guest runs: a message that says what to do, exit code 1, and
+//! the files as before.
 
 #![allow(clippy::expect_used)]
 

@@ -19,8 +19,8 @@ const CHUNK_BYTES: usize = 64 << 20;
 const MAX_THREADS: usize = 8;
 
 /// Refuses requests that cannot succeed: the kernel would fail page by page, and kill processes for
-/// lack of memory on the way. Huge pages of the pool are reserved when it is mapped: the pool's size
-/// is the limit there.
+/// lack of memory on the way. Huge pages of the pool are reserved when it is mapped: the pool's
+/// size is the limit there.
 ///
 /// # Errors
 /// [`RamError::LargerThanHost`] if `size_bytes` is more than all RAM of the host.

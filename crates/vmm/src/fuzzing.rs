@@ -1,9 +1,9 @@
-//! Fuzz targets: each takes arbitrary bytes, acts as a hostile client, companion or captured monitor
-//! with them, or as a user with an odd command line, and panics if this crate misbehaves. They also
-//! run as ordinary tests.
+//! Fuzz targets: each takes arbitrary bytes, acts as a hostile client, companion or captured
+//! monitor with them, or as a user with an odd command line, and panics if this crate misbehaves.
+//! They also run as ordinary tests.
 //!
-//! A new target is a function here or in the module that it tests, a line in [`TARGETS`], and a file
-//! of two lines in `fuzz/fuzz_targets`.
+//! A new target is a function here or in the module that it tests, a line in [`TARGETS`], and a
+//! file of two lines in `fuzz/fuzz_targets`.
 
 use std::ffi::OsStr;
 use std::io::{self, IoSlice};

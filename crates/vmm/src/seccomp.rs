@@ -164,7 +164,8 @@ const COMMON: &[c_long] = &[
 /// Calls that discard guest memory.
 const DISCARD: &[c_long] = &[libc::SYS_fallocate, libc::SYS_process_madvise];
 
-/// Further calls of the API thread: its clients, the companion, sizes of memory, the locks of disks.
+/// Further calls of the API thread: its clients, the companion, sizes of memory, the locks of
+/// disks.
 const API: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_fadvise64,
@@ -323,7 +324,8 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
         let writable = (libc::O_ACCMODE | libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC) as u64;
         rules.insert(libc::SYS_openat, vec![masked(2, writable, libc::O_RDONLY as u64)?]);
     }
-    // Threads of data streams, in the same namespaces; no processes, which could outlive the monitor.
+    // Threads of data streams, in the same namespaces; no processes, which could outlive the
+    // monitor.
     if kind == ThreadKind::Migrate {
         let thread = libc::CLONE_THREAD as u64;
         rules.insert(libc::SYS_clone, vec![masked(0, NEW_NAMESPACES | thread, thread)?]);
@@ -384,8 +386,9 @@ const MISSING: &[c_long] = &[
     libc::SYS_sigaltstack,
 ];
 
-/// The calls that fail for threads of `kind`: in a monitor also opening files. glibc opens one of its
-/// own accord (when the heap of a thread shrinks: malloc/arena.c, `shrink_heap`), and does without.
+/// The calls that fail for threads of `kind`: in a monitor also opening files. glibc opens one of
+/// its own accord (when the heap of a thread shrinks: malloc/arena.c, `shrink_heap`), and does
+/// without.
 fn missing(kind: ThreadKind) -> impl Iterator<Item = c_long> {
     let opens = !matches!(kind, ThreadKind::Companion | ThreadKind::Broker);
     MISSING.iter().copied().chain(opens.then_some(libc::SYS_openat))

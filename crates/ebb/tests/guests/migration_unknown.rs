@@ -128,7 +128,7 @@ fn unknown_and_not_moved(scene: &Scene) {
     let (code, log) = receiver.wait_end();
     assert_eq!(code, Some(1), "{log}");
     assert!(!receiver.socket().exists(), "the socket is left behind");
-    // Nobody has the disk until somebody decides.
+    // No machine has the disk until a user decides.
     assert!(!is_locked(&image));
     guest.put("/vm/resume");
     assert!(is_locked(&image));

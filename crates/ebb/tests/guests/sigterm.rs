@@ -40,7 +40,7 @@ fn end(what: &str, mut guest: Guest) {
     assert!(!guest.socket().exists(), "{what}: the socket is left behind");
 }
 
-/// The same of a monitor that is not a [`Guest`], because nobody reads its output.
+/// The same of a monitor that is not a [`Guest`], because its output is not read.
 #[track_caller]
 fn end_unread(what: &str, mut process: Child) -> Option<i32> {
     let started = Instant::now();

@@ -122,7 +122,7 @@ fn dynamic() -> Result<Identity, IsolationError> {
         if is_taken {
             continue;
         }
-        // Only for reading: nobody who captures the monitor can fill the host's /run with it.
+        // Only for reading: a captured monitor cannot fill the host's /run with it.
         let flags = OFlags::RDONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let path = Path::new(LOCKS).join(id.to_string());
         let lock = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)

@@ -226,9 +226,9 @@ pub(crate) struct Needs {
 }
 
 impl Isolation {
-    /// Starts a companion if there are `sockets` or a cgroup, and moves the process into namespaces and a
-    /// cgroup of its own. The file system is still that of the host, and the rights are those of
-    /// the user.
+    /// Starts a companion if there are `sockets` or a cgroup, and moves the process into namespaces
+    /// and a cgroup of its own. The file system is still that of the host, and the rights are those
+    /// of the user.
     ///
     /// Must be called before a second thread exists: threads that exist stay where they are.
     pub(crate) fn begin(

@@ -251,8 +251,8 @@ fn every_call_that_is_not_listed_is_refused() {
             &filters,
             kind,
             &|| {
-                // The usual handler ends the process. This one takes its place before the filter, which
-                // installs its own once.
+                // The usual handler ends the process. This one takes its place before the filter,
+                // which installs its own once.
                 handler::install().unwrap();
                 vmm_sys_util::signal::register_signal_handler(libc::SIGSYS, count_refused).unwrap();
             },

@@ -388,8 +388,8 @@ impl Vm {
     /// Reboots the guest. Its memory is discarded first: the new kernel finds zeros, and the host
     /// does not keep the memory that the old one touched.
     ///
-    /// Waits neither for an operation that holds the machine, nor for a slow disk: it must be called
-    /// again then.
+    /// Waits neither for an operation that holds the machine, nor for a slow disk: it must be
+    /// called again then.
     fn reset(&self) -> Result<Reset, VmError> {
         let state = match self.state.try_lock() {
             Ok(state) => state,

@@ -27,8 +27,8 @@ fn status(scene: &Scene, broker: &Broker) -> BrokerStatus {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// Waits until the broker counts `clients`, and neither lost ones nor shares in preparation; with no
-/// clients, no shared pages either.
+/// Waits until the broker counts `clients`, and neither lost ones nor shares in preparation; with
+/// no clients, no shared pages either.
 #[track_caller]
 fn wait_clients(scene: &Scene, broker: &Broker, clients: usize) {
     eventually("the broker's accounts are in order", 30, || {

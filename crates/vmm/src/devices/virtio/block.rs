@@ -103,9 +103,9 @@ pub struct Block {
     /// The driver cannot flush, so that each write must be on the disk before it is completed
     /// (section 5.2.6.2).
     write_through: bool,
-    /// The same image, opened once more for [`VirtioDevice::written_file`]; none if it is read-only.
-    /// Linux reports a failed write-back once for each open file (errseq_t): what the other one
-    /// reports must not be missing from the guest's flush or from the hand-over.
+    /// The same image, opened once more for [`VirtioDevice::written_file`]; none if it is
+    /// read-only. Linux reports a failed write-back once for each open file (errseq_t): what the
+    /// other one reports must not be missing from the guest's flush or from the hand-over.
     writeback: Option<File>,
     throttle: Arc<Throttle>,
 }

@@ -110,9 +110,9 @@ pub trait VirtioDevice: Send {
         DeviceState::Queues
     }
 
-    /// A descriptor of the file that [`release_exclusive`](Self::release_exclusive) must write back,
-    /// so that this can be done before while the device works. Errors reported there are reported to
-    /// the device as well.
+    /// A descriptor of the file that [`release_exclusive`](Self::release_exclusive) must write
+    /// back, so that this can be done before while the device works. Errors reported there are
+    /// reported to the device as well.
     fn written_file(&self) -> io::Result<Option<File>> {
         Ok(None)
     }

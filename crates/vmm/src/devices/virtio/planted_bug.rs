@@ -3,8 +3,8 @@
 //! whose stacks it could change. A test drives it from a guest, to show that it reaches nothing
 //! outside of its machine (docs/security.md).
 //!
-//! A request is a chain whose readable part is [`MAGIC`], the number of an operation and
-//! eight arguments, in 64-bit words, then data for [`WRITE`]. The answer in its writable part is one
+//! A request is a chain whose readable part is [`MAGIC`], the number of an operation and eight
+//! arguments, in 64-bit words, then data for [`WRITE`]. The answer in its writable part is one
 //! word, the result, then data of [`READ`].
 
 use std::sync::OnceLock;

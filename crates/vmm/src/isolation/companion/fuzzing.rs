@@ -26,9 +26,9 @@ const MAGIC: &[u8] = b"EBB-VM\r\n";
 /// Most messages of a run: all answers to them fit into a socket's buffer.
 const MESSAGES: usize = 40;
 
-/// A companion as it serves a running machine, and a monitor that sends it anything: nothing outside
-/// of the allowed directory is created, removed or changed, inside only files of snapshots come and
-/// go, no other socket than the one that was given is removed, and no descriptor is kept.
+/// A companion as it serves a running machine, and a monitor that sends it anything: nothing
+/// outside of the allowed directory is created, removed or changed, inside only files of snapshots
+/// come and go, no other socket than the one that was given is removed, and no descriptor is kept.
 pub fn fuzz_companion_requests(data: &[u8]) {
     prepared(send_requests(data));
 }

@@ -31,8 +31,8 @@ pub(super) enum Request {
     /// Remove the cgroup of this name from the directory that comes with the message when the
     /// monitor ends. Only before `Begin`.
     KeepCgroup { name: OsString },
-    /// Serve requests for files below `path`, the directory that comes with the message. Only before
-    /// `Begin`.
+    /// Serve requests for files below `path`, the directory that comes with the message. Only
+    /// before `Begin`.
     Allow { path: PathBuf },
     /// Give up what is not needed for other requests.
     Begin { seccomp: Switch },
