@@ -52,7 +52,7 @@ impl GuestRam {
     ) -> Result<Self, RamError> {
         check(regions, backing)?;
         if populate == Populate::Prealloc {
-            populate::check_possible(regions.iter().map(|spec| spec.size_bytes).sum(), backing)?;
+            Self::check_populate(regions, backing)?;
         }
         let mappings = regions
             .iter()
@@ -62,6 +62,14 @@ impl GuestRam {
             mappings.iter().try_for_each(|mapping| populate::populate(mapping, &|| false))?;
         }
         Self::assemble(regions, mappings, backing, huge_pages, None)
+    }
+
+    /// Refuses more memory than the host has: it could not be allocated in advance.
+    ///
+    /// # Errors
+    /// [`RamError::LargerThanHost`]
+    pub fn check_populate(regions: &[RegionSpec], backing: Backing) -> Result<(), RamError> {
+        populate::check_possible(regions.iter().map(|spec| spec.size_bytes).sum(), backing)
     }
 
     /// Allocates all memory, as [`Populate::Prealloc`] does, until `is_cancelled`.

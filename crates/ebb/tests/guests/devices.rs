@@ -6,7 +6,7 @@ use ebb_agent::protocol::Command;
 use ebb_vmm::api::{LimitsChange, LimitsInfo, RateLimits};
 
 use crate::guest::{Guest, MIB};
-use crate::harness::{Scene, Test, eventually};
+use crate::harness::{Scene, Test, eventually, when};
 use crate::setup::Setup;
 use crate::snapshot::SmallDisk;
 
@@ -94,12 +94,8 @@ fn limited_disk(scene: &Scene) {
     let reads = guest.send(Command::Exec { argv });
     eventually("a request is delayed", 60, || {
         let limits: LimitsInfo = guest.client().get("/limits").unwrap();
-        let disk = &limits.devices[0];
-        if disk.device == "disk0" && disk.delayed_requests > 0 {
-            Ok(())
-        } else {
-            Err(format!("{disk:?}"))
-        }
+        let disk = limits.devices.iter().find(|device| device.device == "disk0").expect("disk0");
+        when(disk.delayed_requests > 0, || format!("{disk:?}"))
     });
     guest.put("/vm/pause");
     guest.put("/vm/resume");

@@ -255,6 +255,9 @@ fn guest_ram(config: &VmConfig, origin: &mut Origin) -> Result<GuestRam, VmError
     }
     let Origin::Snapshot(snapshot) = origin else {
         // Memory that is wanted in advance is allocated when signals are answered.
+        if memory.populate == Populate::Prealloc {
+            GuestRam::check_populate(&regions, memory.backing)?;
+        }
         return Ok(GuestRam::new(&regions, memory.backing, memory.huge_pages, Populate::Lazy)?);
     };
     let file =
