@@ -130,7 +130,12 @@ impl VirtioDevice for BalloonDevice {
     fn process_queue(&mut self, index: usize) -> Work {
         let progress = self.balloon.process_queue(index);
         self.flush_at = progress.pending.then(|| Instant::now() + FLUSH_AFTER);
-        Work { interrupt: progress.interrupt, more: progress.more, deferred: progress.due }
+        Work {
+            interrupt: progress.interrupt,
+            more: progress.more,
+            deferred: progress.due,
+            config_changed: false,
+        }
     }
 
     fn deferred_work(&self) -> Option<DeferredWork> {

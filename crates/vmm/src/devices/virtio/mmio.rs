@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use ebb_guest_ram::GuestMemory;
+use rustix::event::PollFlags;
 use virtio_bindings::virtio_config::{
     VIRTIO_CONFIG_S_DRIVER_OK, VIRTIO_CONFIG_S_FAILED, VIRTIO_CONFIG_S_FEATURES_OK,
     VIRTIO_CONFIG_S_NEEDS_RESET, VIRTIO_F_VERSION_1,
@@ -19,7 +20,7 @@ use virtio_queue::{Queue, QueueT};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::state::{DeviceDescription, SavedQueue, TransportState};
-use super::{VirtioDevice, Work};
+use super::{HostEvents, VirtioDevice, Work};
 use crate::devices::bus::{BusDevice, ExclusiveDevice};
 use crate::devices::throttle::Throttle;
 
@@ -146,9 +147,22 @@ impl<D: VirtioDevice> MmioTransport<D> {
             return Work::default();
         }
         let work = self.device.process_queue(index);
-        if work.interrupt {
-            self.interrupt(INTERRUPT_USED);
+        self.notify_driver(work);
+        work
+    }
+
+    /// The host's descriptor for which the device waits.
+    pub fn host_events(&self) -> Option<HostEvents> {
+        if self.active { self.device.host_events() } else { None }
+    }
+
+    /// Handles events of that descriptor; called by the worker thread.
+    pub fn on_host_events(&mut self, ready: PollFlags) -> Work {
+        if !self.active {
+            return Work::default();
         }
+        let work = self.device.on_host_events(ready);
+        self.notify_driver(work);
         work
     }
 
@@ -165,9 +179,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
         }
         let mut work = self.device.on_timer(now);
         work.more |= self.device.throttle().is_some_and(|throttle| throttle.resume(now));
-        if work.interrupt {
-            self.interrupt(INTERRUPT_USED);
-        }
+        self.notify_driver(work);
         work
     }
 
@@ -184,6 +196,15 @@ impl<D: VirtioDevice> MmioTransport<D> {
         self.queue_select = 0;
         self.status = 0;
         self.interrupt_status.store(0, Ordering::Release);
+    }
+
+    fn notify_driver(&mut self, work: Work) {
+        if work.interrupt {
+            self.interrupt(INTERRUPT_USED);
+        }
+        if work.config_changed {
+            self.config_changed();
+        }
     }
 
     fn interrupt(&mut self, cause: u32) {

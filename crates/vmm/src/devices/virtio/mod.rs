@@ -11,13 +11,16 @@ pub mod worker;
 
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
 use ebb_guest_ram::GuestMemory;
+use rustix::event::PollFlags;
 use virtio_queue::{Queue, QueueState};
 
 use crate::devices::throttle::Throttle;
+use crate::seccomp::ThreadKind;
 use state::DeviceState;
 
 /// Result of a notification or timer.
@@ -29,6 +32,18 @@ pub struct Work {
     pub more: bool,
     /// Run the [deferred work](VirtioDevice::deferred_work).
     pub deferred: bool,
+    /// The configuration space has changed: notify the driver.
+    pub config_changed: bool,
+}
+
+/// A descriptor of the host for which a device waits besides its queues. One that waits for several
+/// names an epoll descriptor.
+#[derive(Debug, Clone)]
+pub struct HostEvents {
+    /// The descriptor.
+    pub fd: Arc<OwnedFd>,
+    /// What to wait for; POLLERR and POLLHUP always wake the device (poll(2)).
+    pub wanted: PollFlags,
 }
 
 /// Whether the device must return the chain at `head` without reading it, because it names an
@@ -94,6 +109,22 @@ pub trait VirtioDevice: Send {
     /// Runs due timers.
     fn on_timer(&mut self, _now: Instant) -> Work {
         Work::default()
+    }
+
+    /// The host's descriptor to wait for; read before each wait. `None` as long as nothing can be
+    /// done about its events: they are level-triggered, and would wake the thread again and again.
+    fn host_events(&self) -> Option<HostEvents> {
+        None
+    }
+
+    /// Handles events of that descriptor.
+    fn on_host_events(&mut self, _ready: PollFlags) -> Work {
+        Work::default()
+    }
+
+    /// The kind of its thread, which has the system calls that it needs.
+    fn thread_kind(&self) -> ThreadKind {
+        ThreadKind::Device
     }
 
     /// Completes work that waits for a timer, before the virtual machine is paused.

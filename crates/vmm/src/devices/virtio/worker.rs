@@ -1,6 +1,7 @@
 //! The thread of a device: waits for notifications and timers and runs the device.
 
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -9,11 +10,11 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::mmio::MmioTransport;
-use super::{VirtioDevice, Work};
+use super::{HostEvents, VirtioDevice, Work};
 use crate::ending::{Ended, join_until};
 use crate::exit::{ExitSignal, GuestExit};
 use crate::file::readable;
-use crate::seccomp::{Filters, ThreadKind};
+use crate::seccomp::Filters;
 
 /// Notifications in a row that found nothing to do, from which on the next one is looked at after
 /// [`REST`] only. A guest can notify much faster than a thread wakes up.
@@ -58,14 +59,15 @@ impl Worker {
         filters: &Filters,
         exit: Arc<ExitSignal>,
     ) -> io::Result<Self> {
-        let (kicks, wake) = {
+        let (kicks, wake, kind) = {
             let transport = lock(&transport);
-            (transport.wires().kicks.clone(), transport.wires().wake.clone())
+            let wires = transport.wires();
+            (wires.kicks.clone(), wires.wake.clone(), transport.device().thread_kind())
         };
         let state = State { mode: Mode::Running, parked: false };
         let control = Arc::new(Control { state: Mutex::new(state), changed: Condvar::new(), wake });
         let failed = exit.clone();
-        let (thread_control, filter) = (control.clone(), filters.for_thread(ThreadKind::Device));
+        let (thread_control, filter) = (control.clone(), filters.for_thread(kind));
         let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
             let result = filter.apply().map_err(|error| error.to_string()).and_then(|()| {
                 run(&transport, &kicks, &thread_control).map_err(|error| error.to_string())
@@ -159,6 +161,7 @@ fn run<D: VirtioDevice>(
     // Queues to process; an interrupted one remains set.
     let mut pending = vec![true; kicks.len()];
     let mut notified = Notified::No;
+    let mut host_ready = PollFlags::empty();
     let mut in_vain = 0_u32;
     loop {
         let mode = control.observe(|| lock(transport).device_mut().quiesce());
@@ -167,8 +170,16 @@ fn run<D: VirtioDevice>(
         }
         let parked = mode == Mode::Paused;
         let mut deadline = None;
+        let mut host_events = None;
         let mut worked = false;
         if !parked {
+            if !host_ready.is_empty() {
+                let work = lock(transport).on_host_events(host_ready);
+                worked |= work != Work::default();
+                if work.more {
+                    pending.fill(true);
+                }
+            }
             for (index, pending) in pending.iter_mut().enumerate().filter(|(_, pending)| **pending)
             {
                 // The lock is taken for each call, so that the API and vCPUs get their turn.
@@ -191,6 +202,7 @@ fn run<D: VirtioDevice>(
                 pending.fill(true);
             }
             deadline = transport.deadline();
+            host_events = transport.host_events();
         }
         in_vain = match notified {
             _ if worked => 0,
@@ -206,7 +218,8 @@ fn run<D: VirtioDevice>(
         };
         // While parked, notifications remain in their counters, too.
         let watched = if parked || rests { &[][..] } else { kicks };
-        notified = wait(watched, control, timeout, &mut pending)?;
+        (notified, host_ready) =
+            wait(watched, host_events.as_ref(), control, timeout, &mut pending)?;
     }
 }
 
@@ -217,38 +230,43 @@ enum Notified {
     No,
 }
 
-/// Waits for a notification, a wake-up or the timeout, and marks the queues to process.
+/// Waits for a notification, an event of the host, a wake-up or the timeout. Marks the queues to
+/// process, and returns the host's events.
 fn wait(
     watched: &[Arc<EventFd>],
+    host: Option<&HostEvents>,
     control: &Control,
     timeout: Option<Duration>,
     pending: &mut [bool],
-) -> io::Result<Notified> {
+) -> io::Result<(Notified, PollFlags)> {
     let timeout = timeout.map(|left| Timespec {
         tv_sec: left.as_secs() as i64,
         tv_nsec: i64::from(left.subsec_nanos()),
     });
-    let mut fds: Vec<PollFd<'_>> = Vec::with_capacity(watched.len() + 1);
+    let mut fds: Vec<PollFd<'_>> = Vec::with_capacity(watched.len() + 2);
     fds.push(readable(&control.wake));
     fds.extend(watched.iter().map(|kick| readable(kick)));
+    fds.extend(host.map(|host| PollFd::from_borrowed_fd(host.fd.as_fd(), host.wanted)));
     match poll(&mut fds, timeout.as_ref()) {
         Ok(_) | Err(rustix::io::Errno::INTR) => {}
         Err(error) => return Err(error.into()),
     }
-    let ready: Vec<bool> = fds.iter().map(|fd| fd.revents().contains(PollFlags::IN)).collect();
-    if ready[0] {
+    let events: Vec<PollFlags> = fds.iter().map(PollFd::revents).collect();
+    let ready = |index: usize| events[index].contains(PollFlags::IN);
+    if ready(0) {
         let _ = control.wake.read();
         pending.fill(true);
     }
     let mut notified = Notified::No;
     for (index, kick) in watched.iter().enumerate() {
-        if ready[index + 1] {
+        if ready(index + 1) {
             let _ = kick.read();
             pending[index] = true;
             notified = Notified::Yes;
         }
     }
-    Ok(notified)
+    let host_ready = host.and_then(|_| events.last().copied()).unwrap_or(PollFlags::empty());
+    Ok((notified, host_ready))
 }
 
 #[cfg(test)]

@@ -1,3 +1,6 @@
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -20,6 +23,9 @@ struct Idle {
     processed: Arc<AtomicUsize>,
     left: Arc<AtomicUsize>,
     throttle: Arc<Throttle>,
+    /// Counts bytes that arrive here, while there is one.
+    host: Option<Arc<OwnedFd>>,
+    arrived: Arc<AtomicUsize>,
 }
 
 impl VirtioDevice for Idle {
@@ -51,6 +57,18 @@ impl VirtioDevice for Idle {
         }
         work
     }
+    fn host_events(&self) -> Option<HostEvents> {
+        self.host.as_ref().map(|fd| HostEvents { fd: fd.clone(), wanted: PollFlags::IN })
+    }
+    fn on_host_events(&mut self, ready: PollFlags) -> Work {
+        let Some(fd) = &self.host else { return Work::default() };
+        if ready.contains(PollFlags::IN) && rustix::io::read(fd, &mut [0; 1]) == Ok(1) {
+            self.arrived.fetch_add(1, Ordering::SeqCst);
+        } else {
+            self.host = None;
+        }
+        Work { config_changed: true, ..Work::default() }
+    }
     fn quiesce(&mut self) {
         self.quiesced.fetch_add(1, Ordering::SeqCst);
         drop(lock(&self.gate));
@@ -68,19 +86,26 @@ struct Tested {
     processed: Arc<AtomicUsize>,
     left: Arc<AtomicUsize>,
     throttle: Arc<Throttle>,
+    /// The device's peer on the host.
+    host: Option<UnixStream>,
+    arrived: Arc<AtomicUsize>,
+    transport: Arc<Mutex<MmioTransport<Idle>>>,
 }
 
 /// A thread for a device with a driver, which passes `gate` whenever it is quiesced.
 fn tested(limits: RateLimits, gate: Arc<Mutex<()>>) -> Tested {
-    let [quiesced, processed, left] = [(); 3].map(|()| Arc::new(AtomicUsize::new(0)));
+    let [quiesced, processed, left, arrived] = [(); 4].map(|()| Arc::new(AtomicUsize::new(0)));
     let throttle = Arc::new(Throttle::new(limits, Instant::now()));
     let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+    let (host, peer) = UnixStream::pair().unwrap();
     let device = Idle {
         quiesced: quiesced.clone(),
         gate,
         processed: processed.clone(),
         left: left.clone(),
         throttle: throttle.clone(),
+        host: Some(Arc::new(peer.into())),
+        arrived: arrived.clone(),
     };
     let mut transport = MmioTransport::new(device, memory, Wires::new(1).unwrap());
     for (register, value) in [(0x24, 1_u32), (0x20, 1), (0x70, 0xb), (0x70, 0xf)] {
@@ -91,8 +116,9 @@ fn tested(limits: RateLimits, gate: Arc<Mutex<()>>) -> Tested {
     let exit = Arc::new(ExitSignal::new().unwrap());
     let filters = Filters::new(Switch::Off).unwrap();
     let transport = Arc::new(Mutex::new(transport));
-    let worker = Worker::spawn("test", transport, &filters, exit).unwrap();
-    Tested { worker, kick, quiesced, processed, left, throttle }
+    let worker = Worker::spawn("test", transport.clone(), &filters, exit).unwrap();
+    let host = Some(host);
+    Tested { worker, kick, quiesced, processed, left, throttle, host, arrived, transport }
 }
 
 fn worker() -> (Worker, Arc<AtomicUsize>) {
@@ -169,6 +195,27 @@ fn a_limited_device_is_paused_and_its_limits_can_change() {
         tested.throttle.set(RateLimits::default(), Instant::now());
         tested.worker.resume();
         reaches(&tested.left, |left| left == 0);
+    });
+}
+
+#[test]
+fn the_hosts_events_wake_a_device_that_runs() {
+    within_a_minute(|| {
+        let mut tested = tested(RateLimits::default(), Arc::default());
+        let mut host = tested.host.take().unwrap();
+        host.write_all(b"abc").unwrap();
+        reaches(&tested.arrived, |arrived| arrived == 3);
+        tested.worker.pause();
+        host.write_all(b"d").unwrap();
+        assert_eq!(tested.arrived.load(Ordering::SeqCst), 3);
+        tested.worker.resume();
+        reaches(&tested.arrived, |arrived| arrived == 4);
+        // Each of them changed the configuration, and the end of the peer does as well.
+        drop(host);
+        let mut generation = [0; 4];
+        while u32::from_le_bytes(generation) < 5 {
+            lock(&tested.transport).read(0xfc, &mut generation);
+        }
     });
 }
 
