@@ -1,9 +1,12 @@
 //! The command line of Ebb.
 
+mod cp;
 mod ctl;
 mod doctor;
+mod exec;
 mod extract_vmlinux;
 mod flags;
+mod guest;
 mod host_options;
 mod merge_broker;
 mod migrate;
@@ -50,6 +53,10 @@ enum Command {
     Snapshot(snapshot::Args),
     /// Inspect and change a running virtual machine through its API socket
     Ctl(ctl::Args),
+    /// Run a command in a guest that has Ebb's agent
+    Exec(exec::Args),
+    /// Copy files between the host and a guest that has Ebb's agent
+    Cp(cp::Args),
     /// Own the stable pages that machines of one trust domain share
     MergeBroker(merge_broker::Args),
     /// Check whether this machine can run guests, and what to do if not
@@ -74,6 +81,8 @@ fn main() -> ExitCode {
             Command::Receive(args) => receive::run(*args),
             Command::Snapshot(args) => snapshot::run(args),
             Command::Ctl(args) => ctl::run(args),
+            Command::Exec(args) => Ok(exec::run(args)),
+            Command::Cp(args) => cp::run(args),
             Command::MergeBroker(args) => merge_broker::run(args),
             Command::Doctor(args) => doctor::run(&args),
             Command::ExtractVmlinux(args) => extract_vmlinux::run(args),

@@ -12,7 +12,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::build::{Built, Origin, build, restrict_writer};
 use super::migration::MigrationThread;
 use super::reboots::RecentReboots;
-use super::terminal::{EscapeSequence, RawTerminal, Typed};
+use super::terminal::{EscapeSequence, Output, RawTerminal, Typed};
 use super::{Reset, Vm, VmError, lock};
 use crate::api::control::Machine;
 use crate::api::server::Limits;
@@ -241,9 +241,10 @@ impl ConsoleInput {
     pub(super) fn open(serial: &SerialConfig, input_read: EventFd) -> Result<Self, VmError> {
         let console = |source| VmError::Console { console: "tty".to_owned(), source };
         let terminal = match serial {
-            SerialConfig::Tty => {
-                Some((RawTerminal::enter().map_err(console)?, EscapeSequence::default()))
-            }
+            SerialConfig::Tty => Some((
+                RawTerminal::enter(Output::Processed).map_err(console)?,
+                EscapeSequence::default(),
+            )),
             _ => None,
         };
         let source = matches!(serial, SerialConfig::Tty | SerialConfig::Stdio).then(io::stdin);

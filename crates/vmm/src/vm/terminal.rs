@@ -12,13 +12,21 @@ pub struct RawTerminal {
     before: Termios,
 }
 
+/// Whether the terminal processes output.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Output {
+    /// As before, so that the program's own lines stay readable.
+    Processed,
+    /// Not at all: another terminal has processed it.
+    Raw,
+}
+
 impl RawTerminal {
-    /// Puts the terminal on standard input into raw mode. Output processing remains enabled, so
-    /// that the monitor's own lines stay readable.
+    /// Puts the terminal on standard input into raw mode.
     ///
     /// # Errors
     /// Standard input is not a terminal, or its mode cannot be changed.
-    pub fn enter() -> io::Result<Self> {
+    pub fn enter(output: Output) -> io::Result<Self> {
         let stdin = io::stdin();
         if !stdin.is_terminal() {
             return Err(io::Error::other(
@@ -29,7 +37,9 @@ impl RawTerminal {
         let before = tcgetattr(&terminal)?;
         let mut raw = before.clone();
         raw.make_raw();
-        raw.output_modes |= before.output_modes & (OutputModes::OPOST | OutputModes::ONLCR);
+        if output == Output::Processed {
+            raw.output_modes |= before.output_modes & (OutputModes::OPOST | OutputModes::ONLCR);
+        }
         tcsetattr(&terminal, OptionalActions::Now, &raw)?;
         Ok(Self { terminal, before })
     }

@@ -25,15 +25,20 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Blocks the signals for this thread and the threads it starts, and opens the descriptor.
+    /// Blocks the signals that end a monitor for this thread and the threads it starts, and opens
+    /// the descriptor.
     pub fn block() -> io::Result<Self> {
+        Self::block_these(&SIGNALS.map(|(signal, _)| signal))
+    }
+
+    /// Like [`block`](Self::block), for these signals.
+    pub fn block_these(signals: &[libc::c_int]) -> io::Result<Self> {
         let set_of = |signals: &[libc::c_int]| {
             vmm_sys_util::signal::create_sigset(signals)
                 .map_err(|error| io::Error::from_raw_os_error(error.errno()))
         };
-        let ends = SIGNALS.map(|(signal, _)| signal);
-        let set = set_of(&ends)?;
-        let blocked = set_of(&[&ends[..], &[FILE_TOO_LARGE]].concat())?;
+        let set = set_of(signals)?;
+        let blocked = set_of(&[signals, &[FILE_TOO_LARGE]].concat())?;
         // SAFETY: `blocked` is an initialized signal set; the old mask is not requested.
         let result = unsafe {
             libc::pthread_sigmask(libc::SIG_BLOCK, &raw const blocked, std::ptr::null_mut())
@@ -57,15 +62,20 @@ impl Signals {
         poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
     }
 
-    /// Name of a signal that has arrived.
+    /// Name of a signal that has arrived, of those that end a monitor.
     pub fn take(&self) -> Option<&'static str> {
+        let number = self.take_number()?;
+        SIGNALS.iter().find(|(signal, _)| *signal == number).map(|(_, name)| *name)
+    }
+
+    /// Number of a signal that has arrived.
+    pub fn take_number(&self) -> Option<libc::c_int> {
         let mut info = [0u8; size_of::<libc::signalfd_siginfo>()];
         let length = rustix::io::read(&self.fd, &mut info).ok()?;
         if length < 4 {
             return None;
         }
-        let number = i32::from_ne_bytes([info[0], info[1], info[2], info[3]]);
-        SIGNALS.iter().find(|(signal, _)| *signal == number).map(|(_, name)| *name)
+        Some(i32::from_ne_bytes([info[0], info[1], info[2], info[3]]))
     }
 }
 

@@ -1,0 +1,88 @@
+//! The agent in a guest (`ebb-guest-agent`), reached through the machine's vsock path.
+
+use std::io::{Read as _, Write as _};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use ebb_guest_agent::channel::Channel;
+use ebb_guest_agent::wire::PORT;
+use ebb_vmm::api::Client;
+
+/// Time for the monitor and the guest to answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Interval of attempts with `--wait`.
+const RETRY: Duration = Duration::from_millis(100);
+/// Longest line of the monitor's answer.
+const MAX_LINE_BYTES: usize = 32;
+
+/// How the guest's agent is reached.
+#[derive(Debug, clap::Args)]
+pub struct GuestArgs {
+    /// SOCKET is the machine's vsock path, not its API socket (a machine of `ebb firecracker`)
+    #[arg(long)]
+    vsock: bool,
+    /// Port of the agent
+    #[arg(long, value_name = "PORT", default_value_t = PORT)]
+    port: u32,
+    /// Wait up to SECONDS for a guest that is booting
+    #[arg(long, value_name = "SECONDS", default_value_t = 0)]
+    wait: u64,
+}
+
+/// Connects to the agent of the machine behind `socket`.
+pub fn connect(socket: &Path, args: &GuestArgs) -> anyhow::Result<Channel> {
+    let deadline = Instant::now() + Duration::from_secs(args.wait);
+    loop {
+        let connected = vsock_path(socket, args).and_then(|path| dial(&path, args.port));
+        match connected {
+            Err(_) if Instant::now() < deadline => std::thread::sleep(RETRY),
+            Err(error) if args.wait > 0 => {
+                return Err(error.context(format!("no agent answered within {} s", args.wait)));
+            }
+            Err(error) => return Err(error),
+            Ok(channel) => return Ok(channel),
+        }
+    }
+}
+
+fn vsock_path(socket: &Path, args: &GuestArgs) -> anyhow::Result<PathBuf> {
+    if args.vsock {
+        return Ok(socket.to_owned());
+    }
+    let vm: serde_json::Value = Client::new(socket, PATIENCE).get("/vm")?;
+    let path = vm["vsock"]["path"].as_str();
+    let path = path.context("the machine has no vsock: start it with --vsock cid=3,path=PATH")?;
+    Ok(path.into())
+}
+
+/// Asks for the port, as Firecracker's clients do.
+fn dial(path: &Path, port: u32) -> anyhow::Result<Channel> {
+    let describe = || format!("cannot reach the guest through {}", path.display());
+    let mut stream = UnixStream::connect(path).with_context(describe)?;
+    stream.set_read_timeout(Some(PATIENCE)).with_context(describe)?;
+    stream.write_all(format!("CONNECT {port}\n").as_bytes()).with_context(describe)?;
+    let mut line = Vec::new();
+    let mut byte = [0];
+    while !line.ends_with(b"\n") && line.len() < MAX_LINE_BYTES {
+        // Byte by byte: what follows the line is the agent's.
+        if stream.read(&mut byte).with_context(describe)? == 0 {
+            bail!(
+                "no agent listens on port {port} of the guest: install ebb-guest-agent in it \
+                 (docs/guests.md), or use --wait while it boots"
+            );
+        }
+        line.push(byte[0]);
+    }
+    if !line.starts_with(b"OK ") {
+        bail!(
+            "{} is not a vsock path of a machine: it answers '{}'",
+            path.display(),
+            line.escape_ascii()
+        );
+    }
+    stream.set_read_timeout(None).with_context(describe)?;
+    Channel::new(OwnedFd::from(stream)).with_context(describe)
+}

@@ -1,0 +1,16 @@
+//! The agent of Linux guests: runs commands and moves files for `ebb exec` and `ebb cp`, over
+//! virtio-vsock.
+//!
+//! Each session has a connection of its own, and carries frames ([`wire`]). The host's side uses
+//! the same frames ([`channel`]) and packs and unpacks files in the same way ([`archive`]). Neither
+//! side trusts the other: frames and what may wait are bounded, and nothing is written outside of
+//! the directory that the person named.
+
+pub mod account;
+pub mod archive;
+pub mod channel;
+pub mod exec;
+pub mod fuzzing;
+pub mod server;
+pub mod transfer;
+pub mod wire;
