@@ -7,7 +7,10 @@ use ebb_kvm_clock::ClockPolicy;
 use ebb_vmm::config::limits::LIMITS_FORM;
 use ebb_vmm::config::merge::MERGE_FORM;
 use ebb_vmm::config::options::DISK_FORM;
-use ebb_vmm::config::{BootFiles, DiskConfig, MergeOverrides, RateLimits, RebootAction};
+use ebb_vmm::config::vsock::VSOCK_FORM;
+use ebb_vmm::config::{
+    BootFiles, DiskConfig, MergeOverrides, RateLimits, RebootAction, VsockOption,
+};
 use ebb_vmm::snapshot::{DescribedPaths, Overrides};
 
 use crate::flags::word;
@@ -38,6 +41,10 @@ pub struct OverrideArgs {
     /// Limits of the machine's entropy device [default: none]
     #[arg(long, value_name = LIMITS_FORM, value_parser = RateLimits::parse_rng)]
     rng: Option<RateLimits>,
+    /// The socket of the machine's socket device (vsock), and a new CID [default: as before]. All
+    /// connections have ended
+    #[arg(long, value_name = VSOCK_FORM)]
+    vsock: Option<VsockOption>,
     /// How equal pages of guest memory are merged from now on [default: not at all]
     #[arg(long, value_name = MERGE_FORM)]
     memory: Option<MergeOverrides>,
@@ -62,6 +69,7 @@ impl OverrideArgs {
             boot: self.kernel.map(|kernel| BootFiles { kernel, initrd }),
             disks: self.disk,
             rng_limits: self.rng.unwrap_or_default(),
+            vsock: self.vsock,
             merge: self.memory.unwrap_or_default(),
             described_paths: if self.trust_paths {
                 DescribedPaths::Trust

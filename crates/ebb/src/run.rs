@@ -6,9 +6,10 @@ use std::process::ExitCode;
 use ebb_kvm_clock::ClockPolicy;
 use ebb_vmm::config::limits::LIMITS_FORM;
 use ebb_vmm::config::options::{self, BALLOON_FORM, DISK_FORM, MEMORY_FORM, NUMA_FORM};
+use ebb_vmm::config::vsock::{FIRST_GUEST_CID, VSOCK_FORM};
 use ebb_vmm::config::{
     BootFiles, ConfigError, DiskConfig, MemoryConfig, NumaNodeConfig, RateLimits, RebootAction,
-    VmConfig,
+    VmConfig, VsockOption,
 };
 use ebb_vmm::exit::GuestExit;
 use ebb_vmm::log;
@@ -77,6 +78,12 @@ pub struct Args {
     #[arg(long, value_name = LIMITS_FORM, num_args = 0..=1, default_missing_value = "")]
     #[arg(value_parser = RateLimits::parse_rng)]
     rng: Option<RateLimits>,
+    /// A socket device (vsock), whose guest has the CID N [default: 3]
+    ///
+    /// Clients of the host connect to PATH, write `CONNECT PORT` and a line feed, and read `OK`;
+    /// connections of the guest to a port of the host (CID 2) arrive at PATH_PORT.
+    #[arg(long, value_name = VSOCK_FORM)]
+    vsock: Option<VsockOption>,
     /// Action at a reboot of the guest: start it again, or end the monitor
     #[arg(long, default_value = "reset", value_parser = word::<RebootAction>())]
     on_reboot: RebootAction,
@@ -99,6 +106,7 @@ impl Args {
             balloon: options::parse_balloon(&self.balloon)?,
             disks: self.disk,
             rng: self.rng,
+            vsock: self.vsock.map(|vsock| vsock.with_default_cid(FIRST_GUEST_CID)),
             serial: self.host.serial(),
             api: self.host.api,
             seccomp: self.host.seccomp,

@@ -33,6 +33,8 @@ pub enum ThreadKind {
     Vcpu,
     /// Processes a device's queues.
     Device,
+    /// Processes the queues of a socket device and the host's sockets.
+    Vsock,
     /// Writes the output of the serial line.
     Console,
     /// Moves the machine to another monitor, or receives one; the threads of its data streams
@@ -47,11 +49,12 @@ pub enum ThreadKind {
 }
 
 impl ThreadKind {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 10] = [
         Self::Main,
         Self::Api,
         Self::Vcpu,
         Self::Device,
+        Self::Vsock,
         Self::Console,
         Self::Migrate,
         Self::Merge,
@@ -183,6 +186,16 @@ const API: &[c_long] = &[
 const DEVICE: &[c_long] =
     &[libc::SYS_fdatasync, libc::SYS_lseek, libc::SYS_pread64, libc::SYS_pwrite64];
 
+/// Calls of the socket device: connections that exist, clients of its listener, the companion.
+const VSOCK: &[c_long] = &[
+    libc::SYS_accept4,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_recvmsg,
+    libc::SYS_sendmsg,
+    libc::SYS_shutdown,
+];
+
 /// Calls of the main thread at the end and when the guest reboots: reload the images, have the
 /// companion remove the socket's name, shut down connections.
 const MAIN: &[c_long] = &[
@@ -262,8 +275,10 @@ const BROKER: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
-/// Calls of the companion: requests, names of sockets, files below its directories.
+/// Calls of the companion: requests, names of sockets, files below its directories, connections to
+/// sockets.
 const COMPANION: &[c_long] = &[
+    libc::SYS_connect,
     libc::SYS_fstat,
     libc::SYS_fsync,
     libc::SYS_linkat,
@@ -299,6 +314,7 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
             allow(DISCARD);
             allow(DEVICE);
         }
+        ThreadKind::Vsock => allow(VSOCK),
         ThreadKind::Migrate => {
             allow(DISCARD);
             allow(MIGRATE);
@@ -333,6 +349,9 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     // With this flag, a TCP socket that is no longer connected would be connected anew (tcp(7)).
     if let Some(conditions) = rules.get_mut(&libc::SYS_sendmsg) {
         conditions.push(masked(2, libc::MSG_FASTOPEN as u64, 0)?);
+    }
+    if kind == ThreadKind::Companion {
+        rules.insert(libc::SYS_socket, vec![equal(0, libc::AF_UNIX as u64)?]);
     }
     // The nodes of this process's own pages.
     if kind == ThreadKind::Merge {
@@ -532,9 +551,11 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
             UFFDIO_WRITEPROTECT,
         ],
         // Never issued: the list must not be empty, or every request would pass.
-        ThreadKind::Device | ThreadKind::Console | ThreadKind::Companion | ThreadKind::Broker => {
-            &[libc::FIONBIO]
-        }
+        ThreadKind::Device
+        | ThreadKind::Vsock
+        | ThreadKind::Console
+        | ThreadKind::Companion
+        | ThreadKind::Broker => &[libc::FIONBIO],
     }
 }
 

@@ -14,6 +14,7 @@ use ebb_agent::memory::Mapping;
 use ebb_agent::page_faults::PageFaults;
 use ebb_agent::protocol::{COMMAND_LIMIT_BYTES, Command, Crash, Event, JOB_LIMIT, Request};
 use ebb_agent::timed_reads;
+use ebb_agent::vsock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{WaitOptions, wait};
 use rustix::system::{RebootCommand, reboot};
@@ -193,6 +194,16 @@ impl Agent {
                 });
             }
             Command::Exec { argv } => return self.job(id, || commands::exec(&argv)),
+            Command::VsockServe { port, service } => {
+                return self.job(id, || {
+                    vsock::serve(port, service)
+                        .map(|()| Value::Null)
+                        .map_err(describe(format!("port {port}")))
+                });
+            }
+            Command::VsockExchange { port, connections, bytes } => {
+                return self.job(id, || document(&vsock::exchange(port, connections, bytes)));
+            }
             Command::DropCaches => {
                 return self.job(id, || commands::write_file("/proc/sys/vm/drop_caches", "3"));
             }

@@ -18,3 +18,4 @@ pub mod page_faults;
 pub mod protocol;
 pub mod random;
 pub mod timed_reads;
+pub mod vsock;

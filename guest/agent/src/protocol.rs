@@ -10,6 +10,7 @@ use serde_json::Value;
 use crate::command_line::BalloonDriver;
 use crate::meminfo::MemInfo;
 use crate::page_faults::{FaultKind, TaskKind};
+use crate::vsock::Service;
 
 /// First byte of each event (RFC 7464, record separator).
 pub const RECORD_SEPARATOR: u8 = 0x1e;
@@ -68,6 +69,23 @@ pub enum Command {
     MemInfo,
     /// Reads `/proc/vmstat`. Result: all values by name.
     VmStat,
+    /// Serves connections to a port of AF_VSOCK until it is cancelled.
+    VsockServe {
+        /// The port.
+        port: u32,
+        /// What is done with each.
+        service: Service,
+    },
+    /// Connects to a port of the host over AF_VSOCK, sends and reads to the end: see
+    /// [`crate::vsock::exchange`]. Result: a [`crate::vsock::ClientReport`].
+    VsockExchange {
+        /// The port.
+        port: u32,
+        /// Number of connections, all open at the same time.
+        connections: u32,
+        /// Bytes sent on each.
+        bytes: u64,
+    },
     /// Sleeps.
     Sleep {
         /// Duration in ms.

@@ -52,6 +52,7 @@ mod statistics;
 mod tiny_kernel;
 mod trace;
 mod trim;
+mod vsock;
 
 use std::process::ExitCode;
 
@@ -60,7 +61,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 31] = [
+const TESTS: [&[Test]; 32] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -70,6 +71,7 @@ const TESTS: [&[Test]; 31] = [
     lifecycle::TESTS,
     ends::TESTS,
     devices::TESTS,
+    vsock::TESTS,
     driver::TESTS,
     module::TESTS,
     module_recordings::TESTS,

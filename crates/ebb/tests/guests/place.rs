@@ -51,7 +51,7 @@ pub const PROGRAM_IN_GUEST: &str = "/bin/guests";
 const BUSYBOX: &str = "/bin/busybox";
 /// Modules in addition to the standard ones: the power button, its input device, and the panic
 /// notifier.
-const MODULES: [&str; 3] = ["button", "evdev", "pvpanic-mmio"];
+const MODULES: [&str; 4] = ["button", "evdev", "pvpanic-mmio", "vmw_vsock_virtio_transport"];
 /// Time limit for a hanging host; all tests take a few minutes.
 const HOST_LIMIT: Duration = Duration::from_secs(30 * 60);
 /// Time limit for a hanging host in a long run.

@@ -4,6 +4,8 @@ use std::borrow::Cow;
 
 pub use ebb_balloon::{Counters, DiscardCounters, QueueCounters};
 
+pub use crate::devices::virtio::vsock::VsockCounters;
+
 use super::merge::MergeStatistics;
 
 /// Counters for `GET /metrics`.
@@ -21,6 +23,8 @@ pub struct Metrics {
     pub uptime_ms: u64,
     /// The balloon's counters; `None` without a balloon.
     pub balloon: Option<BalloonMetrics>,
+    /// The socket device's counters; `None` without one.
+    pub vsock: Option<VsockMetrics>,
     /// Counters of same-page merging; `None` without merging.
     pub merge: Option<MergeStatistics>,
     /// Requests that had to wait for a limit, by device.
@@ -38,6 +42,15 @@ pub struct BalloonMetrics {
     pub actual_bytes: u64,
     /// Counters of the device.
     pub counters: Counters,
+}
+
+/// The socket device's connections, and its counters since the monitor started.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct VsockMetrics {
+    /// Connections, also those that are about to begin or to end.
+    pub connections: u64,
+    /// Counters of the device.
+    pub counters: VsockCounters,
 }
 
 /// A counter with a label.

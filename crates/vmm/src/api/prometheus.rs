@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use super::merge::MergeScope;
 use super::metrics::{KindCount, Metrics};
 
-use rows::{BALLOON, MACHINE, MERGE, MERGE_OF_MACHINE, Row, Sampled};
+use rows::{BALLOON, MACHINE, MERGE, MERGE_OF_MACHINE, Row, Sampled, VSOCK};
 
 mod rows;
 
@@ -26,6 +26,9 @@ pub fn render(metrics: &Metrics) -> String {
     if let Some(balloon) = &metrics.balloon {
         write_rows(&mut text, "ebb_balloon_", &BALLOON, balloon);
     }
+    if let Some(vsock) = &metrics.vsock {
+        write_rows(&mut text, "ebb_vsock_", &VSOCK, vsock);
+    }
     text
 }
 
@@ -37,12 +40,13 @@ pub fn names() -> String {
     }
     format!(
         "{}; with merging `ebb_merge_` + {}, {} (counters of the host's kernel have the prefix \
-         `ebb_merge_host_` instead, but for the last two); with a balloon `ebb_balloon_` + {}. \
-         Counters by kind have the label `kind`.",
+         `ebb_merge_host_` instead, but for the last two); with a balloon `ebb_balloon_` + {}; \
+         with a socket device `ebb_vsock_` + {}. Counters by kind have the label `kind`.",
         list(&MACHINE, "ebb_"),
         list(&MERGE, ""),
         list(&MERGE_OF_MACHINE, ""),
         list(&BALLOON, ""),
+        list(&VSOCK, ""),
     )
 }
 

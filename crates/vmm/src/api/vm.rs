@@ -91,6 +91,21 @@ pub struct VmInfo {
     pub version: String,
     /// Summary of the balloon; null if the machine has none.
     pub balloon: Option<BalloonSummary>,
+    /// The socket device; null if the machine has none.
+    pub vsock: Option<VsockInfo>,
+}
+
+/// The socket device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(rename = "Vsock")]
+pub struct VsockInfo {
+    /// CID of the guest.
+    #[schemars(range(min = 3))]
+    pub cid: u32,
+    /// The socket that clients of the host connect to.
+    pub path: String,
+    /// Connections, also those that are about to begin or to end.
+    pub connections: u64,
 }
 
 /// `PUT /vm/trim`: the result.

@@ -7,6 +7,7 @@
 pub mod limits;
 pub mod merge;
 pub mod options;
+pub mod vsock;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -22,6 +23,7 @@ use crate::size::ByteSize;
 pub use ebb_guest_ram::Backing;
 pub use limits::RateLimits;
 pub use merge::{MergeBackend, MergeConfig, MergeOverrides};
+pub use vsock::{VsockConfig, VsockOption};
 
 /// The smallest guest RAM, in bytes.
 pub const MIN_MEMORY_BYTES: u64 = 16 << 20;
@@ -69,6 +71,8 @@ pub struct VmConfig {
     pub disks: Vec<DiskConfig>,
     /// The entropy device with its limits; `None` leaves it out.
     pub rng: Option<RateLimits>,
+    /// The socket device; `None` leaves it out.
+    pub vsock: Option<VsockConfig>,
     /// Backend of the guest's first serial line.
     pub serial: SerialConfig,
     /// Path of the API socket.
@@ -274,7 +278,8 @@ impl VmConfig {
         let boot = self.boot.iter_mut();
         let boot = boot.flat_map(|boot| [&mut boot.kernel].into_iter().chain(&mut boot.initrd));
         let disks = self.disks.iter_mut().map(|disk| &mut disk.path);
-        for path in boot.chain(disks).chain(&mut self.memory.merge.broker) {
+        let vsock = self.vsock.iter_mut().map(|vsock| &mut vsock.path);
+        for path in boot.chain(disks).chain(vsock).chain(&mut self.memory.merge.broker) {
             *path = std::path::absolute(&*path)?;
         }
         Ok(())
@@ -292,6 +297,7 @@ impl VmConfig {
         }
         check_alignment("--memory", self.memory.size)?;
         self.memory.merge.validate()?;
+        self.vsock.iter().try_for_each(VsockConfig::validate)?;
         if self.cpus == 0 || self.cpus > MAX_VCPUS {
             return Err(ConfigError::new(
                 "--cpus",

@@ -29,7 +29,7 @@ pub use cgroup::CgroupConfig;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use companion::fuzz_allowed_directory;
 pub use companion::{
-    COMPANION_COMMAND, Companion, CompanionError, KeptName, serve as serve_companion,
+    COMPANION_COMMAND, Companion, CompanionError, KeptName, VsockLink, serve as serve_companion,
 };
 pub(crate) use companion::{NO_DIRECTORY, NewFile};
 #[cfg(any(test, feature = "testing"))]
@@ -223,6 +223,8 @@ pub(crate) struct Needs {
     pub file_bytes: u64,
     /// Most threads.
     pub threads: u64,
+    /// Most connections of devices.
+    pub connections: u64,
 }
 
 impl Isolation {
@@ -326,14 +328,24 @@ impl Isolation {
         Ok(companion.keep(file)?)
     }
 
+    /// As [`keep`](Self::keep), of a vsock device's socket.
+    pub(crate) fn keep_vsock(
+        &self,
+        file: SocketFile,
+    ) -> Result<(KeptName, VsockLink), IsolationError> {
+        let companion = self.companion.as_ref().ok_or(CompanionError::None)?;
+        Ok(companion.keep_vsock(file)?)
+    }
+
     /// Leaves the host's file system and sets the resource limits. The main thread then drops its
     /// own rights.
     pub(crate) fn complete(&mut self, needs: Needs) -> Result<(), IsolationError> {
         if let Some(companion) = &self.companion {
             companion.begin(if self.info.seccomp { Switch::On } else { Switch::Off })?;
         }
+        let open_files = OPEN_FILES + needs.connections;
         if self.info.mode == IsolationMode::Off {
-            return Ok(());
+            return raise_open_files(open_files);
         }
         if !self.info.namespaces.is_empty() {
             Namespaces::empty_root()
@@ -348,7 +360,7 @@ impl Isolation {
         };
         limit(Resource::Core, 0)?;
         limit(Resource::Fsize, needs.file_bytes)?;
-        limit(Resource::Nofile, OPEN_FILES)?;
+        limit(Resource::Nofile, open_files)?;
         // Counted by user: machines of one account would share it.
         if self.rights.identity.is_some_and(Identity::is_dynamic) {
             limit(Resource::Nproc, needs.threads)?;
@@ -367,6 +379,18 @@ impl Isolation {
     pub(crate) fn info(&self) -> &IsolationInfo {
         &self.info
     }
+}
+
+/// Allows at least this many open files, as far as the limit of the user does.
+fn raise_open_files(wanted: u64) -> Result<(), IsolationError> {
+    let mut limit = rustix::process::getrlimit(Resource::Nofile);
+    let wanted = limit.maximum.map_or(wanted, |maximum| maximum.min(wanted));
+    if limit.current.is_some_and(|current| current < wanted) {
+        limit.current = Some(wanted);
+        rustix::process::setrlimit(Resource::Nofile, limit)
+            .map_err(IsolationError::step("set resource limits"))?;
+    }
+    Ok(())
 }
 
 /// Most open files: those of the machine, and of API clients and migrations.

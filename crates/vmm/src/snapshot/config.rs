@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 use super::SnapshotError;
 use crate::config::{
     BalloonDeviceConfig, BootFiles, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides,
-    NumaNodeConfig, RateLimits, RebootAction, SerialConfig, Switch, VmConfig,
+    NumaNodeConfig, RateLimits, RebootAction, SerialConfig, Switch, VmConfig, VsockConfig,
+    VsockOption,
 };
 use crate::isolation::IsolationConfig;
 use crate::size::ByteSize;
@@ -45,6 +46,9 @@ pub struct MachineConfig {
     pub disks: Vec<DiskConfig>,
     /// Whether there is an entropy device.
     pub rng: bool,
+    /// The socket device. Older snapshots have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vsock: Option<VsockConfig>,
     /// Whether the guest boots again after a reboot.
     pub restarts: bool,
     /// Behaviour of the guest's clocks across pauses.
@@ -84,6 +88,8 @@ pub struct Overrides {
     pub disks: Vec<DiskConfig>,
     /// Limits of the entropy device; those of disks are in `disks`.
     pub rng_limits: RateLimits,
+    /// The socket of the socket device, and its CID if that changes.
+    pub vsock: Option<VsockOption>,
     /// Same-page merging.
     pub merge: MergeOverrides,
     /// Handling of paths that are not given here.
@@ -102,6 +108,7 @@ impl Default for Overrides {
             boot: None,
             disks: Vec::new(),
             rng_limits: RateLimits::default(),
+            vsock: None,
             merge: MergeOverrides::default(),
             described_paths: DescribedPaths::default(),
         }
@@ -128,6 +135,7 @@ impl MachineConfig {
             }),
             disks: config.disks.clone(),
             rng: config.rng.is_some(),
+            vsock: config.vsock.clone(),
             restarts: config.on_reboot == RebootAction::Reset,
             clock: config.clock,
         }
@@ -137,11 +145,15 @@ impl MachineConfig {
     /// of this host come from `overrides`, unless those declare the description trusted.
     ///
     /// # Errors
-    /// [`SnapshotError::Disks`], [`SnapshotError::PathsNotNamed`], [`SnapshotError::Merge`].
+    /// [`SnapshotError::Disks`], [`SnapshotError::NoVsock`], [`SnapshotError::PathsNotNamed`],
+    /// [`SnapshotError::Merge`].
     pub fn into_vm_config(mut self, overrides: Overrides) -> Result<VmConfig, SnapshotError> {
         let (saved, given) = (self.disks.len(), overrides.disks.len());
         if given != 0 && given != saved {
             return Err(SnapshotError::Disks { saved, given });
+        }
+        if overrides.vsock.is_some() && self.vsock.is_none() {
+            return Err(SnapshotError::NoVsock);
         }
         let as_before = if self.restarts { RebootAction::Reset } else { RebootAction::Exit };
         let on_reboot = overrides.on_reboot.unwrap_or(as_before);
@@ -152,8 +164,10 @@ impl MachineConfig {
         });
         let no_kernel = boot.is_none() && on_reboot == RebootAction::Reset;
         let no_disks = given == 0 && saved != 0 && !trusted;
-        if no_kernel || no_disks {
-            return Err(SnapshotError::PathsNotNamed(self.paths_not_named(no_kernel, no_disks)));
+        let no_vsock = overrides.vsock.is_none() && self.vsock.is_some() && !trusted;
+        if no_kernel || no_disks || no_vsock {
+            let problem = self.paths_not_named(no_kernel, no_disks, no_vsock);
+            return Err(SnapshotError::PathsNotNamed(problem));
         }
         if !trusted {
             let merge = std::mem::take(&mut self.merge);
@@ -191,6 +205,10 @@ impl MachineConfig {
             balloon: self.balloon,
             disks,
             rng: self.rng.then_some(overrides.rng_limits),
+            vsock: self.vsock.map(|described| match overrides.vsock {
+                Some(given) => given.with_default_cid(described.cid),
+                None => described,
+            }),
             serial: overrides.serial,
             api: overrides.api,
             seccomp: overrides.seccomp,
@@ -201,7 +219,7 @@ impl MachineConfig {
     }
 
     /// The described files that the command line does not override, for an error message.
-    fn paths_not_named(&self, boot: bool, disks: bool) -> String {
+    fn paths_not_named(&self, boot: bool, disks: bool, vsock: bool) -> String {
         const MOST_DISKS: usize = 4;
         let mut files = Vec::new();
         let mut options = Vec::new();
@@ -220,6 +238,10 @@ impl MachineConfig {
                 "--disk path=FILE for each of its {} disks, in their order",
                 self.disks.len()
             ));
+        }
+        if let Some(vsock) = self.vsock.as_ref().filter(|_| vsock) {
+            files.push(format!("the vsock socket {}", quoted(&vsock.path)));
+            options.push("--vsock path=PATH".to_owned());
         }
         let (files, options) = (files.join(", "), options.join("; "));
         format!(

@@ -133,6 +133,9 @@ pub enum SnapshotError {
         /// Number of options given.
         given: usize,
     },
+    /// The command line names the socket of a device that the machine does not have.
+    #[error("--vsock: the machine has no socket device; omit the option")]
+    NoVsock,
     /// The description names files of the host where it was made.
     #[error("the machine's files must be named for this host: {0}")]
     PathsNotNamed(String),

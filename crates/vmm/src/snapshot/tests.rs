@@ -37,6 +37,7 @@ fn config() -> VmConfig {
         balloon: crate::config::options::parse_balloon("hinting=off,poison=off").unwrap(),
         disks: vec!["path=/disk,readonly=on".parse().unwrap()],
         rng: Some(RateLimits::default()),
+        vsock: None,
         serial: crate::config::SerialConfig::Null,
         api: Some("/run/api".into()),
         seccomp: Switch::Off,

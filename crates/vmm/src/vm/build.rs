@@ -16,6 +16,7 @@ use super::limits::Throttled;
 use super::merge::Merging;
 use super::migration::description::capabilities;
 use super::snapshot::capture_interrupts;
+use super::vsock::{VsockHandle, VsockSockets};
 use super::{Vm, VmError};
 use crate::acpi::{MmioDevice, NumaNode, Platform};
 use crate::api::vm::{ClockInfo, VmState};
@@ -34,7 +35,7 @@ use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport, MmioWindow, Wir
 use crate::devices::virtio::rng::Rng;
 use crate::devices::virtio::worker::Worker;
 use crate::exit::{ExitSignal, GuestExit};
-use crate::isolation::IsolationInfo;
+use crate::isolation::{Isolation, IsolationInfo};
 use crate::layout;
 use crate::probe;
 use crate::seccomp::{Filters, ThreadKind};
@@ -110,6 +111,7 @@ impl Origin {
 pub(super) fn build(
     mut config: VmConfig,
     mut origin: Origin,
+    isolation: &Isolation,
     filters: &Filters,
     exit: &Arc<ExitSignal>,
 ) -> Result<Built, VmError> {
@@ -118,6 +120,8 @@ pub(super) fn build(
     config.make_paths_absolute().map_err(VmError::host("find its working directory"))?;
     // The cheapest checks first: files, then KVM, then memory.
     let image = open_image(&config, &origin)?;
+    let vsock = config.vsock.as_ref();
+    let vsock = vsock.map(|vsock| VsockSockets::open(vsock, isolation)).transpose()?;
     let kvm = open_kvm()?;
     let cpuid = processor(&kvm, config.cpus, origin.processor())?;
     let vm_fd = create_vm(&kvm)?;
@@ -154,6 +158,11 @@ pub(super) fn build(
     if let Some(limits) = config.rng {
         assembly.add_virtio("rng", Rng::new(ram.memory().clone(), limits))?;
     }
+    let add_vsock = |sockets| {
+        let memory = ram.memory().clone();
+        VsockHandle::build(sockets, memory, |device| assembly.add_virtio("vsock", device))
+    };
+    let vsock = vsock.map(add_vsock).transpose()?;
     let Assembly { buses, devices, workers, managed, throttled, .. } = assembly;
 
     let vcpus = Vcpu::create_all(&kvm, &vm_fd, &cpuid, config.cpus)?;
@@ -176,6 +185,7 @@ pub(super) fn build(
         platform,
         image: image.map(Mutex::new),
         balloon,
+        vsock,
         workers,
         devices: managed,
         throttled,

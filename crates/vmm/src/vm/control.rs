@@ -10,6 +10,7 @@ use std::time::Duration;
 use super::balloon;
 use super::migration::request::Order;
 use super::save::Save;
+use super::vsock::VsockHandle;
 use super::{Vm, lock};
 use crate::api::control::{ControlError, Document, Machine, Operation, Outcome};
 use crate::api::metrics::{KindCount, Metrics};
@@ -122,6 +123,7 @@ impl Vm {
             isolation: self.isolation.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             balloon: self.balloon.as_ref().map(|shared| balloon::info(&lock(shared)).into()),
+            vsock: self.vsock.as_ref().map(VsockHandle::info),
         })
     }
 
@@ -212,6 +214,7 @@ impl Vm {
             process_resident_bytes: self.process_memory.resident_bytes().unwrap_or(0),
             uptime_ms: self.uptime_ms(),
             balloon: self.balloon.as_ref().map(|shared| balloon::metrics(&lock(shared))),
+            vsock: self.vsock.as_ref().map(VsockHandle::metrics),
             // Unreadable statistics are omitted here; `GET /merge` reports the error.
             merge: self.merging.statistics().ok().flatten(),
             delayed_requests: self.delayed_requests(),

@@ -80,13 +80,14 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
     let signals = Signals::block().map_err(VmError::host("take over signals"))?;
     let serial = config.serial.clone();
     let api = config.api.as_deref().map(ApiSocket::bind).transpose()?;
-    let sockets = if api.is_some() { Sockets::Some } else { Sockets::None };
+    let has_names = api.is_some() || config.vsock.is_some();
+    let sockets = if has_names { Sockets::Some } else { Sockets::None };
     let mut isolation = Isolation::begin(&config.isolation, config.seccomp, sockets)?;
     let api = api.map(|socket| isolation.keep(socket.into_parts())).transpose()?;
     let filters = Filters::new(config.seccomp)?.with_rights(isolation.rights());
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
     start_log(&filters, &exit)?;
-    let Built { mut vm, input_read } = build(config, origin, &filters, &exit)?;
+    let Built { mut vm, input_read } = build(config, origin, &isolation, &filters, &exit)?;
     if vm.config.memory.populate == Populate::Prealloc {
         // It takes a second for some GiB, and must not delay an end.
         match vm.ram.populate(&|| signals.is_pending()) {

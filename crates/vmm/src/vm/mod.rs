@@ -15,6 +15,7 @@ mod save;
 mod snapshot;
 pub mod terminal;
 mod trim;
+mod vsock;
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -22,6 +23,7 @@ use std::time::Instant;
 
 use ebb_guest_ram::{GuestRam, InhibitGuard, RamError, StableMemory};
 use ebb_kvm_clock::{ClockPolicy, SavedClock};
+use ebb_local_io::ListenError;
 use kvm_bindings::CpuId;
 use kvm_ioctls::VmFd;
 use thiserror::Error;
@@ -54,6 +56,7 @@ use limits::Throttled;
 use merge::Merging;
 use migration::Migrations;
 use migration::description::Incompatible;
+use vsock::VsockHandle;
 
 pub use event_loop::signals::Signals;
 pub use event_loop::{ChangedDisks, Start, restore, run};
@@ -135,6 +138,9 @@ pub enum VmError {
     /// The monitor's own layout is wrong.
     #[error("{0}; this is a bug in the monitor")]
     Layout(#[from] Overlap),
+    /// The socket of the socket device could not be opened.
+    #[error("--vsock: {0}")]
+    Vsock(#[from] ListenError),
     /// The API socket could not be opened.
     #[error(transparent)]
     Api(#[from] ApiError),
@@ -200,6 +206,7 @@ pub struct Vm {
     /// `None` for a restored machine that ends when its guest reboots.
     image: Option<Mutex<BootImage>>,
     balloon: Option<SharedTransport>,
+    vsock: Option<VsockHandle>,
     /// All virtio devices in slot order.
     devices: Vec<Arc<Mutex<dyn ManagedDevice>>>,
     /// Those of them whose requests can be limited.
@@ -453,6 +460,7 @@ impl Vm {
             // Besides those of vCPUs and devices: main, API, console, merging, migration and its
             // data streams, twice that to be generous.
             threads: cpus + devices + 64,
+            connections: self.vsock.as_ref().map_or(0, VsockHandle::open_files),
         }
     }
 

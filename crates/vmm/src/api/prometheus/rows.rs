@@ -3,7 +3,7 @@
 use ebb_abi::balloon::QueueKind;
 
 use crate::api::merge::MergeStatistics;
-use crate::api::metrics::{BalloonMetrics, KindCount, Metrics, QueueCounters};
+use crate::api::metrics::{BalloonMetrics, KindCount, Metrics, QueueCounters, VsockMetrics};
 
 /// A metric.
 pub(super) struct Row<T> {
@@ -203,5 +203,33 @@ pub(super) const BALLOON: [Row<BalloonMetrics>; 17] = [
     row("errors_total", "Errors of the guest and failures of the host, by kind.", |m| {
         let mistakes = m.counters.errors.iter().map(|(kind, count)| (kind.name(), count));
         kinds(mistakes.chain([("discard_failed", m.counters.discard.failures)]))
+    }),
+];
+
+/// With the prefix `ebb_vsock_`.
+pub(super) const VSOCK: [Row<VsockMetrics>; 8] = [
+    row("connections", "Connections, also those that are about to begin or to end.", |m| {
+        m.connections.into()
+    }),
+    row("accepted_total", "Connections accepted, by the side that began them.", |m| {
+        let counters = &m.counters;
+        kinds([("host", counters.accepted_from_host), ("guest", counters.accepted_from_guest)])
+    }),
+    row("refused_total", "Connections refused, by the side that began them.", |m| {
+        let counters = &m.counters;
+        kinds([("host", counters.refused_from_host), ("guest", counters.refused_from_guest)])
+    }),
+    row("resets_total", "Open connections ended by a reset or a time limit.", |m| {
+        m.counters.resets.into()
+    }),
+    row("bytes_to_guest_total", "Data sent to the guest.", |m| m.counters.bytes_to_guest.into()),
+    row("bytes_from_guest_total", "Data of the guest that the host's sockets have taken.", |m| {
+        m.counters.bytes_from_guest.into()
+    }),
+    row("packets_from_guest_total", "Packets of the guest.", |m| {
+        m.counters.packets_from_guest.into()
+    }),
+    row("invalid_packets_total", "Invalid packets and buffers of the guest, by kind.", |m| {
+        kinds(m.counters.invalid.kinds())
     }),
 ];

@@ -7,6 +7,7 @@ pub mod mmio;
 pub mod planted_bug;
 pub mod rng;
 pub mod state;
+pub mod vsock;
 pub mod worker;
 
 use std::fs::File;

@@ -110,6 +110,11 @@ pub enum DeviceState {
         #[serde(default)]
         modified_unix_ns: Option<u64>,
     },
+    /// A socket device. Its connections end where it is restored.
+    Vsock {
+        /// CID of the guest.
+        cid: u32,
+    },
 }
 
 /// A virtio device as seen by its driver.
@@ -132,6 +137,7 @@ impl DeviceDescription {
             2 => "disk".to_owned(),
             4 => "entropy device".to_owned(),
             5 => "balloon".to_owned(),
+            19 => "socket device".to_owned(),
             other => format!("device with the virtio id {other}"),
         }
     }

@@ -34,6 +34,9 @@ pub(super) enum Request {
     /// Serve requests for files below `path`, the directory that comes with the message. Only
     /// before `Begin`.
     Allow { path: PathBuf },
+    /// Serve [`Connect`] requests on the socket that comes with the message, for sockets in the
+    /// directory that comes before it: their names are `name`, `_` and a port. Only before `Begin`.
+    Vsock { name: OsString },
     /// Give up what is not needed for other requests.
     Begin { seccomp: Switch },
     /// Remove a kept name now.
@@ -51,8 +54,20 @@ impl Request {
     /// Whether it has an answer. Of the others, the first one that was refused fails `Begin`: the
     /// monitor does not wait while its companion starts.
     pub(super) fn is_answered(&self) -> bool {
-        !matches!(self, Self::Keep { .. } | Self::KeepCgroup { .. } | Self::Allow { .. })
+        !matches!(
+            self,
+            Self::Keep { .. } | Self::KeepCgroup { .. } | Self::Allow { .. } | Self::Vsock { .. }
+        )
     }
+}
+
+/// The only request on the socket of a vsock device: a connection to the socket of this port, which
+/// comes with the answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Connect {
+    /// The port.
+    pub port: u32,
 }
 
 /// The answer.

@@ -10,6 +10,7 @@
 mod fuzzing;
 mod message;
 mod serve;
+mod vsock;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -38,6 +39,7 @@ pub(crate) use fuzzing::fuzz_allowed_directory;
 pub use fuzzing::{fuzz_companion_replies, fuzz_companion_requests};
 pub(crate) use serve::NO_DIRECTORY;
 pub use serve::serve;
+pub use vsock::VsockLink;
 
 /// Command of the program that [`serve`]s; it is not for users.
 pub const COMPANION_COMMAND: &str = "companion";
@@ -175,26 +177,43 @@ impl Companion {
         let removed = || CompanionError::Refused("the socket's name was removed".to_owned());
         let entry = socket.into_entry().ok_or_else(removed)?;
         let (name, device, inode) = (entry.name, entry.device, entry.inode);
-        self.prepare(&Request::Keep { name, device, inode }, entry.directory.as_fd())?;
+        self.prepare(&Request::Keep { name, device, inode }, &[entry.directory.as_fd()])?;
         let index = self.0.names.fetch_add(1, Ordering::Relaxed);
         Ok(KeptName { companion: self.clone(), index })
     }
 
+    /// As [`keep`](Self::keep), of the socket of a vsock device. The companion also connects to the
+    /// sockets beside it whose names have a port appended.
+    pub(crate) fn keep_vsock(
+        &self,
+        socket: SocketFile,
+    ) -> Result<(KeptName, VsockLink), CompanionError> {
+        let (directory, name) = vsock::place(socket.path()).map_err(CompanionError::Start)?;
+        let kept = self.keep(socket)?;
+        let (ours, theirs) = pair().map_err(CompanionError::Start)?;
+        self.prepare(&Request::Vsock { name }, &[directory.as_fd(), theirs.as_fd()])?;
+        Ok((kept, VsockLink::new(ours).map_err(CompanionError::Start)?))
+    }
+
     /// Makes the companion remove a cgroup at the end. Only before [`begin`](Self::begin).
     pub(super) fn keep_cgroup(&self, cgroup: NewCgroup) -> Result<(), CompanionError> {
-        self.prepare(&Request::KeepCgroup { name: cgroup.name }, cgroup.parent.as_fd())
+        self.prepare(&Request::KeepCgroup { name: cgroup.name }, &[cgroup.parent.as_fd()])
     }
 
     /// Lets the companion create files below a directory. Only before [`begin`](Self::begin).
     pub(super) fn allow(&self, directory: &AllowedDirectory) -> Result<(), CompanionError> {
-        self.prepare(&Request::Allow { path: directory.path.clone() }, directory.open.as_fd())
+        self.prepare(&Request::Allow { path: directory.path.clone() }, &[directory.open.as_fd()])
     }
 
     /// Sends a request that has no answer: the machine is built while the companion starts.
-    fn prepare(&self, request: &Request, directory: BorrowedFd<'_>) -> Result<(), CompanionError> {
+    fn prepare(
+        &self,
+        request: &Request,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<(), CompanionError> {
         let socket = self.0.socket.lock().unwrap_or_else(PoisonError::into_inner);
         let open = socket.as_ref().ok_or_else(|| CompanionError::Gone(ended()))?;
-        message::send(open, request, &[directory]).map_err(CompanionError::Gone)
+        message::send(open, request, descriptors).map_err(CompanionError::Gone)
     }
 
     /// Creates the file of a snapshot below an allowed directory. It gets its name when it is

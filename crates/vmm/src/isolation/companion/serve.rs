@@ -15,6 +15,7 @@ use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
 use super::message::{self, Reply, Request};
+use super::vsock::VsockServer;
 use crate::config::Switch;
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::client::NewSnapshot;
@@ -41,6 +42,8 @@ struct Server {
     cgroup: Option<(OwnedFd, OsString)>,
     /// Directories below which files are created.
     allowed: Vec<(PathBuf, OwnedFd)>,
+    /// Requests of a vsock device, until they are served.
+    vsock: Option<VsockServer>,
     /// A snapshot that is being written.
     snapshot: Option<NewSnapshot>,
 }
@@ -115,6 +118,7 @@ impl Server {
             Request::Keep { .. }
             | Request::KeepCgroup { .. }
             | Request::Allow { .. }
+            | Request::Vsock { .. }
             | Request::Begin { .. }
                 if self.has_begun =>
             {
@@ -129,6 +133,11 @@ impl Server {
             }
             Request::KeepCgroup { name } => self.cgroup = Some((only(descriptors)?, name)),
             Request::Allow { path } => self.allowed.push((path, only(descriptors)?)),
+            Request::Vsock { name } => {
+                let [directory, socket] = <[OwnedFd; 2]>::try_from(descriptors)
+                    .map_err(|_| "a directory and a socket are needed".to_owned())?;
+                self.vsock = Some(VsockServer { directory, name, socket });
+            }
             Request::Begin { seccomp } => {
                 self.has_begun = true;
                 if let Some(problem) = self.refused.take() {
@@ -194,10 +203,13 @@ impl Server {
 
     /// Gives up capabilities, system calls, and all files but those of the directories. The user
     /// stays: the names belong to it.
-    fn restrict(&self, seccomp: Switch) -> io::Result<()> {
+    fn restrict(&mut self, seccomp: Switch) -> io::Result<()> {
         rustix::thread::set_no_new_privs(true)?;
         self.restrict_paths().map_err(io::Error::other)?;
         let filters = Filters::new(seccomp).map_err(io::Error::other)?;
+        if let Some(vsock) = self.vsock.take() {
+            vsock.spawn(filters.for_thread(ThreadKind::Companion))?;
+        }
         filters.for_thread(ThreadKind::Companion).apply().map_err(io::Error::other)
     }
 

@@ -28,7 +28,7 @@ use crate::exit::{ExitSignal, GuestExit};
 use crate::file::readable;
 use crate::isolation::{Isolation, KeptName, Sockets};
 use crate::seccomp::{Filters, ThreadKind};
-use crate::snapshot::Overrides;
+use crate::snapshot::{DescribedPaths, Overrides};
 use crate::vm::build::{Arriving, Built, Origin, build};
 use crate::vm::event_loop::signals::Signals;
 use crate::vm::event_loop::{ConsoleInput, finish_console, start_api, start_log, wait_for_end};
@@ -70,7 +70,10 @@ pub fn receive(
         Listener::bind(&config.listen, &config.security, &greeting(), &limits, &session)
             .map_err(|error| VmError::NotReceived(error.to_string()))?;
     let file = listener.take_file();
-    let has_names = api.is_some() || file.is_some();
+    // A trusted description may name one.
+    let trusts = config.overrides.described_paths == DescribedPaths::Trust;
+    let has_vsock = config.overrides.vsock.is_some() || trusts;
+    let has_names = api.is_some() || file.is_some() || has_vsock;
     let sockets = if has_names { Sockets::Some } else { Sockets::None };
     let seccomp = config.overrides.seccomp;
     let mut isolation = Isolation::begin(&config.overrides.isolation, seccomp, sockets)?;
@@ -89,7 +92,7 @@ pub fn receive(
     };
     let serial = config.overrides.serial.clone();
     let Built { mut vm, input_read } =
-        match build_for(&description, shared, config, &filters, &exit) {
+        match build_for(&description, shared, config, &isolation, &filters, &exit) {
             Ok(built) => built,
             Err(error) => {
                 waiting.refuse(&error);
@@ -123,6 +126,7 @@ fn build_for(
     description: &Description,
     shared: Option<SharedRam>,
     config: ReceiveConfig,
+    isolation: &Isolation,
     filters: &Filters,
     exit: &Arc<ExitSignal>,
 ) -> Result<Built, VmError> {
@@ -136,7 +140,7 @@ fn build_for(
     }
     let arriving =
         Arriving { processor: description.processor.clone(), tsc_khz: description.tsc_khz, shared };
-    let built = build(machine, Origin::Migration(Box::new(arriving)), filters, exit)?;
+    let built = build(machine, Origin::Migration(Box::new(arriving)), isolation, filters, exit)?;
     description.check(&built.vm.here())?;
     Ok(built)
 }

@@ -53,6 +53,7 @@ impl PendingVm {
             isolation: IsolationInfo::default(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             balloon: None,
+            vsock: None,
         })
     }
 

@@ -1,0 +1,124 @@
+//! Connections of a guest to sockets of the host: the monitor names a port, its companion connects.
+//!
+//! They have a socket and a thread of their own, so that neither side waits for a slow disk.
+
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use ebb_local_io::stream_socket;
+use rustix::fs::{Mode, OFlags};
+use rustix::net::SocketAddrUnix;
+
+use super::ended;
+use super::message::{self, Connect, Reply};
+use crate::seccomp::ThreadFilter;
+
+/// The directory of a device's socket, and its name there.
+pub(super) fn place(path: &Path) -> io::Result<(OwnedFd, OsString)> {
+    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let directory = rustix::fs::open(parent.unwrap_or(Path::new(".")), flags, Mode::empty())?;
+    Ok((directory, name.to_owned()))
+}
+
+/// The monitor's side. No call waits.
+#[derive(Debug)]
+pub struct VsockLink(OwnedFd);
+
+impl VsockLink {
+    /// # Errors
+    /// Those of ioctl(2).
+    pub(super) fn new(socket: OwnedFd) -> io::Result<Self> {
+        rustix::io::ioctl_fionbio(&socket, true)?;
+        Ok(Self(socket))
+    }
+
+    /// Requests a connection to a port; returns whether there was room for the request.
+    ///
+    /// # Errors
+    /// The companion has ended.
+    pub(crate) fn request(&self, port: u32) -> io::Result<bool> {
+        match message::send(&self.0, &Connect { port }, &[]) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The next answer, in the order of the requests: a connected socket or the reason why there is
+    /// none. `None` if it has not come yet.
+    ///
+    /// # Errors
+    /// The companion has ended.
+    pub(crate) fn answer(&self) -> io::Result<Option<Result<OwnedFd, String>>> {
+        match message::receive::<Reply>(&self.0) {
+            Ok(Some((Reply { error: Some(problem) }, _))) => Ok(Some(Err(problem))),
+            Ok(Some((_, descriptors))) => {
+                let socket = descriptors.into_iter().next();
+                Ok(Some(socket.ok_or_else(|| "no socket came".to_owned())))
+            }
+            Ok(None) => Err(ended()),
+            Err(error) => match error.kind() {
+                io::ErrorKind::WouldBlock => Ok(None),
+                // An answer, but without its descriptor: this process has too many.
+                io::ErrorKind::InvalidData => Ok(Some(Err(error.to_string()))),
+                _ => Err(error),
+            },
+        }
+    }
+}
+
+impl AsFd for VsockLink {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// The companion's side.
+#[derive(Debug)]
+pub(super) struct VsockServer {
+    /// The directory of the sockets.
+    pub directory: OwnedFd,
+    /// Beginning of their names.
+    pub name: OsString,
+    /// The connection to the monitor.
+    pub socket: OwnedFd,
+}
+
+impl VsockServer {
+    /// Serves the requests on a thread, which ends with the monitor.
+    pub(super) fn spawn(self, filter: ThreadFilter) -> io::Result<()> {
+        std::thread::Builder::new().name("vsock".to_owned()).spawn(move || {
+            if let Err(error) = filter.apply() {
+                tracing::warn!("vsock: {error}");
+                return;
+            }
+            while let Ok(Some((Connect { port }, _))) = message::receive(&self.socket) {
+                let (error, stream) = match self.connect(port) {
+                    Ok(stream) => (None, Some(stream)),
+                    Err(error) => (Some(error.to_string()), None),
+                };
+                let streams: Vec<_> = stream.iter().map(AsFd::as_fd).collect();
+                if message::send(&self.socket, &Reply { error }, &streams).is_err() {
+                    return;
+                }
+            }
+        })?;
+        Ok(())
+    }
+
+    /// Connects to the socket of a port. A full queue of its listener is a refusal: a guest must
+    /// not wait for another one's server.
+    fn connect(&self, port: u32) -> io::Result<OwnedFd> {
+        let mut path = PathBuf::from(format!("/proc/self/fd/{}", self.directory.as_raw_fd()));
+        let mut name = self.name.clone();
+        name.push(format!("_{port}"));
+        path.push(name);
+        let stream = stream_socket()?;
+        rustix::net::connect(&stream, &SocketAddrUnix::new(&path)?)?;
+        Ok(stream)
+    }
+}
