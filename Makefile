@@ -89,7 +89,7 @@ test: deps module planted-bug
 # reports when they are older than a mechanism.
 test-long: deps module planted-bug
 	@mkdir -p $(dir $(LONG_RESULTS))
-	$(CARGO) build --locked -p ebb -p ebb-agent
+	$(CARGO) build --locked -p ebb -p ebb-agent -p ebb-guest-agent
 	EBB_TESTS=long EBB_TEST_RESULTS=$(abspath $(LONG_RESULTS)) \
 		$(CARGO) test --locked -p ebb --test guests -- $(LONG_TESTS)
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use ebb_guest_agent::channel::Channel;
 use ebb_guest_agent::wire::PORT;
-use ebb_vmm::api::Client;
+use ebb_vmm::api::{Client, VmInfo};
 
 /// Time for the monitor and the guest to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -52,10 +52,10 @@ fn vsock_path(socket: &Path, args: &GuestArgs) -> anyhow::Result<PathBuf> {
     if args.vsock {
         return Ok(socket.to_owned());
     }
-    let vm: serde_json::Value = Client::new(socket, PATIENCE).get("/vm")?;
-    let path = vm["vsock"]["path"].as_str();
-    let path = path.context("the machine has no vsock: start it with --vsock cid=3,path=PATH")?;
-    Ok(path.into())
+    let vm: VmInfo = Client::new(socket, PATIENCE).get("/vm")?;
+    let vsock = vm.vsock;
+    let vsock = vsock.context("the machine has no vsock: start it with --vsock cid=3,path=PATH")?;
+    Ok(vsock.path.into())
 }
 
 /// Asks for the port, as Firecracker's clients do.

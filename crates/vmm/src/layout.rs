@@ -18,8 +18,10 @@ pub const LOW_RAM_END: u64 = 0x9_fc00;
 pub const ACPI_START: u64 = 0xe_0000;
 /// End of the window for ACPI tables.
 pub const ACPI_END: u64 = 0x10_0000;
+/// Page with the VM generation id, after the ACPI tables.
+pub const GENERATION_ID: u64 = 0xf_e000;
 /// Address at which a processor starts after a reset, and to which kernels jump that restart
-/// through the firmware; the last bytes of the window for ACPI tables.
+/// through the firmware; the last bytes of that window.
 pub const RESET_VECTOR: u64 = 0xf_fff0;
 /// Start of the RAM above 1 MiB.
 pub const HIGH_RAM_START: u64 = 0x10_0000;

@@ -63,7 +63,7 @@ pub struct World {
     pub vmlinux: PathBuf,
     /// Initramfs with the agent, the test modules and busybox.
     pub initrd: PathBuf,
-    /// The same with this program as `/bin/guests`.
+    /// The same with this program as `/bin/guests`, and the agent for `ebb exec`.
     pub hostile_initrd: PathBuf,
     /// Busybox on the host.
     pub busybox: PathBuf,

@@ -18,6 +18,7 @@ mod clocks;
 mod devices;
 mod driver;
 mod ends;
+mod exec;
 mod guest;
 mod harness;
 mod hostile;
@@ -61,7 +62,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 32] = [
+const TESTS: [&[Test]; 33] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -71,6 +72,7 @@ const TESTS: [&[Test]; 32] = [
     lifecycle::TESTS,
     ends::TESTS,
     devices::TESTS,
+    exec::TESTS,
     vsock::TESTS,
     driver::TESTS,
     module::TESTS,

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use ebb_virtual_host::guest_image::{self, GuestImage};
 use ebb_virtual_host::kernel::Kernel;
+use ebb_virtual_host::programs::AGENT_VARIABLE;
 use ebb_virtual_host::{
     Command, HostConfig, HostError, HostFile, HostKernel, NodeConfig, Output, VirtualHost,
 };
@@ -47,6 +48,8 @@ const HOSTILE_INITRD_INSIDE: &str = "/opt/hostile.cpio";
 const PLANTED_INSIDE: &str = "/opt/ebb-planted-bug";
 /// Path of this program in a guest of the hostile image.
 pub const PROGRAM_IN_GUEST: &str = "/bin/guests";
+/// Path of the agent for `ebb exec` there.
+pub const GUEST_AGENT: &str = "/bin/ebb-guest-agent";
 /// Static busybox, as Debian installs it.
 const BUSYBOX: &str = "/bin/busybox";
 /// Modules in addition to the standard ones: the power button, its input device, and the panic
@@ -88,13 +91,14 @@ pub fn choose() -> Result<Place, String> {
         };
         return Ok(Place::Here(world, None));
     }
-    let agent = agent()?;
+    let agent = beside("ebb-agent", Some(AGENT_VARIABLE))?;
     let kernel = Kernel::find(None).map_err(text)?;
     let files = tempfile::Builder::new().prefix("ebb-guests-").tempdir().map_err(text)?;
     let path = |name: &str| files.path().join(name);
     write_image(&agent, &kernel, &[], &path("guest.cpio"))?;
     let program = file(env::current_exe().map_err(text)?, PROGRAM_IN_GUEST);
-    write_image(&agent, &kernel, &[program], &path("hostile.cpio"))?;
+    let guest_agent = file(beside("ebb-guest-agent", None)?, GUEST_AGENT);
+    write_image(&agent, &kernel, &[program, guest_agent], &path("hostile.cpio"))?;
 
     let probed = probe();
     if !probed.quality.runs_linux() || !probed.missing_capabilities.is_empty() {
@@ -160,17 +164,16 @@ fn file(source: PathBuf, target: &str) -> HostFile {
     HostFile { source, target: target.into(), mode: Some(0o755) }
 }
 
-/// The agent in the directory of `ebb`, where cargo puts both.
-fn agent() -> Result<PathBuf, String> {
-    let beside = Path::new(env!("CARGO_BIN_EXE_ebb")).with_file_name("ebb-agent");
-    let chosen =
-        env::var_os(ebb_virtual_host::programs::AGENT_VARIABLE).map_or(beside, PathBuf::from);
+/// A program in the directory of `ebb`, where cargo puts all, or the one that a variable names.
+fn beside(name: &str, variable: Option<&str>) -> Result<PathBuf, String> {
+    let beside = Path::new(env!("CARGO_BIN_EXE_ebb")).with_file_name(name);
+    let chosen = variable.and_then(env::var_os).map_or(beside, PathBuf::from);
     if chosen.is_file() {
         return Ok(chosen);
     }
     Err(format!(
-        "there is no guest agent at {}; build it with `cargo build -p ebb-agent` (with --release \
-         if the tests are)",
+        "there is no {name} at {}; build it with `cargo build -p {name}` (with --release if the \
+         tests are)",
         chosen.display()
     ))
 }
@@ -390,7 +393,7 @@ impl Outside {
             files,
             time_limit: counts(HOST_LIMIT, LONG_HOST_LIMIT),
             monitor: Some(env!("CARGO_BIN_EXE_ebb").into()),
-            agent: Some(agent()?),
+            agent: Some(beside("ebb-agent", Some(AGENT_VARIABLE))?),
             host_kernel: kernel.clone(),
             ..HostConfig::default()
         })?;

@@ -2,16 +2,18 @@
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{
-    Device, EISAName, Equal, Field, FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule,
-    IO, If, Interrupt, Local, Memory32Fixed, Method, Name, Notify, OpRegion, OpRegionSpace,
-    Package, Path, ResourceTemplate, Scope, Store,
+    And, Device, EISAName, Field, FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule, IO,
+    If, Interrupt, Local, Memory32Fixed, Method, Name, Notify, OpRegion, OpRegionSpace, Package,
+    Path, ResourceTemplate, Scope, Store, ZERO,
 };
 
-use super::{EVENT_POWER_BUTTON, EVENT_STATUS, MmioDevice, SLEEP_TYPE_S5};
+use super::{EVENT_GENERATION, EVENT_POWER_BUTTON, EVENT_STATUS, MmioDevice, SLEEP_TYPE_S5};
 use crate::layout;
 
 /// Value of `Notify` for a pressed button (ACPI 4.8.2.2.1.1).
 const NOTIFY_BUTTON_PRESSED: u8 = 0x80;
+/// Value of `Notify` for a new generation id (Microsoft, "Virtual Machine Generation ID").
+const NOTIFY_GENERATION_CHANGED: u8 = 0x80;
 /// `_STA`/`_CCA` style small integers are plain bytes.
 const ONE: u8 = 1;
 
@@ -20,7 +22,8 @@ pub(super) fn namespace(devices: &[MmioDevice]) -> Vec<u8> {
     let mut aml = Vec::new();
     soft_off(&mut aml);
     serial(&mut aml);
-    power_button(&mut aml);
+    generation_id(&mut aml);
+    events(&mut aml);
     panic_notifier(&mut aml);
     for (index, device) in devices.iter().enumerate() {
         virtio_mmio(&mut aml, index, *device);
@@ -46,9 +49,23 @@ fn serial(aml: &mut Vec<u8>) {
     in_system_bus(aml, vec![&Device::new("COM1".into(), vec![&hid, &uid, &crs])]);
 }
 
+/// The address of the VM generation id (Microsoft, "Virtual Machine Generation ID"; Linux
+/// `drivers/virt/vmgenid.c`), which differs between machines that come from one snapshot.
+fn generation_id(aml: &mut Vec<u8>) {
+    let hid = Name::new("_HID".into(), &"EBBVGID0");
+    // The first is Microsoft's, the second Linux's own.
+    let ids = Package::new(vec![&"VM_Gen_Counter", &"VMGENCTR"]);
+    let cid = Name::new("_CID".into(), &ids);
+    let ddn = Name::new("_DDN".into(), &"VM_Gen_Counter");
+    let low = layout::GENERATION_ID as u32;
+    let parts = Package::new(vec![&low, &ZERO]);
+    let address = Name::new("ADDR".into(), &parts);
+    in_system_bus(aml, vec![&Device::new("VGEN".into(), vec![&hid, &cid, &ddn, &address])]);
+}
+
 /// A power button, and the event device (`ACPI0013`) whose interrupt makes the guest read the event
 /// status register.
-fn power_button(aml: &mut Vec<u8>) {
+fn events(aml: &mut Vec<u8>) {
     let id = EISAName::new("PNP0C0C");
     let hid = Name::new("_HID".into(), &id);
     in_system_bus(aml, vec![&Device::new("PWRB".into(), vec![&hid])]);
@@ -67,13 +84,18 @@ fn power_button(aml: &mut Vec<u8>) {
         FieldUpdateRule::WriteAsZeroes,
         vec![FieldEntry::Named(*b"EVST", 8)],
     );
-    let (status, local) = (Path::new("EVST"), Local(0));
-    let read = Store::new(&local, &status);
-    let pressed = Equal::new(&local, &EVENT_POWER_BUTTON);
+    let (status, events, event) = (Path::new("EVST"), Local(0), Local(1));
+    let read = Store::new(&events, &status);
+    let pressed = And::new(&event, &events, &EVENT_POWER_BUTTON);
     let button = Path::new("\\_SB_.PWRB");
     let notify = Notify::new(&button, &NOTIFY_BUTTON_PRESSED);
-    let handle = If::new(&pressed, vec![&notify]);
-    let method = Method::new("_EVT".into(), 1, true, vec![&read, &handle]);
+    let press = If::new(&event, vec![&notify]);
+    let changed = And::new(&event, &events, &EVENT_GENERATION);
+    let generation = Path::new("\\_SB_.VGEN");
+    let notify = Notify::new(&generation, &NOTIFY_GENERATION_CHANGED);
+    let change = If::new(&event, vec![&notify]);
+    let body: Vec<&dyn Aml> = vec![&read, &pressed, &press, &changed, &change];
+    let method = Method::new("_EVT".into(), 1, true, body);
     in_system_bus(
         aml,
         vec![&Device::new("EVT0".into(), vec![&hid, &uid, &crs, &region, &field, &method])],

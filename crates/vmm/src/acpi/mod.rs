@@ -43,6 +43,8 @@ pub const SLEEP_TYPE_S5: u8 = 5;
 pub const SLEEP_ENABLE: u8 = 1 << 5;
 /// Event status bit: the power button was pressed.
 pub const EVENT_POWER_BUTTON: u8 = 1;
+/// Event status bit: the VM generation id has changed.
+pub const EVENT_GENERATION: u8 = 2;
 
 /// The tables do not fit into their window.
 #[derive(Debug, Error)]
@@ -91,9 +93,9 @@ impl Writer<'_> {
         let end = address + bytes.len() as u64;
         let overflow = AcpiError {
             needed_bytes: end - layout::ACPI_START,
-            room_bytes: layout::RESET_VECTOR - layout::ACPI_START,
+            room_bytes: layout::GENERATION_ID - layout::ACPI_START,
         };
-        if end > layout::RESET_VECTOR {
+        if end > layout::GENERATION_ID {
             return Err(overflow);
         }
         self.memory.write_slice(&bytes, GuestAddress(address)).map_err(|_| overflow)?;

@@ -29,14 +29,19 @@ impl AcpiRegisters {
 
     /// Restores saved events, and interrupts the guest if there are any.
     pub fn restore(&mut self, events: u8) -> std::io::Result<()> {
-        self.events = events & acpi::EVENT_POWER_BUTTON;
+        self.events = events & (acpi::EVENT_POWER_BUTTON | acpi::EVENT_GENERATION);
         if self.events == 0 { Ok(()) } else { self.interrupt.write(1) }
     }
 
     /// Presses the power button. The guest decides how to react; Linux needs its `button` module to
     /// notice.
     pub fn press_power_button(&mut self) -> std::io::Result<()> {
-        self.events |= acpi::EVENT_POWER_BUTTON;
+        self.notify(acpi::EVENT_POWER_BUTTON)
+    }
+
+    /// Notifies the guest of an event.
+    pub fn notify(&mut self, event: u8) -> std::io::Result<()> {
+        self.events |= event;
         self.interrupt.write(1)
     }
 }

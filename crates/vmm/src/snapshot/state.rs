@@ -34,6 +34,9 @@ pub struct MachineState {
     pub serial: SavedSerial,
     /// ACPI events that the guest has not read.
     pub acpi_events: u8,
+    /// Whether the guest's ACPI tables have a VM generation id; older ones do not.
+    #[serde(default)]
+    pub generation_id: bool,
     /// Whether the machine was paused, and remains so at the destination of a migration.
     #[serde(default)]
     pub paused: bool,

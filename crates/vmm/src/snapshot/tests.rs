@@ -100,6 +100,7 @@ pub(crate) fn write_into(file: &fs::File, ram: &GuestRam) -> Result<Sizes, Snaps
             input: vec![b'x'],
         },
         acpi_events: 0,
+        generation_id: true,
         paused: false,
         devices: Vec::new(),
         ram: Some(ram.save(file, RAM_OFFSET_BYTES, &mut |_| {})?),

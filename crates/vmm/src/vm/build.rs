@@ -12,6 +12,7 @@ use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::control::ProcessMemory;
+use super::generation::Generation;
 use super::limits::Throttled;
 use super::merge::Merging;
 use super::migration::description::capabilities;
@@ -197,6 +198,7 @@ pub(super) fn build(
         clock_info: Mutex::new(ClockInfo { policy, ..ClockInfo::default() }),
         serial,
         acpi,
+        generation: Generation::new().map_err(VmError::host("make a generation id"))?,
         exit: exit.clone(),
         counters,
         vcpus,
@@ -212,7 +214,10 @@ pub(super) fn build(
     };
     match origin {
         Origin::Kernel => vm.load_and_enter()?,
-        Origin::Snapshot(snapshot) => vm.restore(snapshot.state)?,
+        Origin::Snapshot(snapshot) => {
+            vm.restore(snapshot.state)?;
+            vm.renew_generation()?;
+        }
         // Devices must not access memory that has not arrived yet, and must be idle when the state
         // arrives.
         Origin::Migration(_) => vm.workers.iter().for_each(Worker::pause),

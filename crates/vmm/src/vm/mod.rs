@@ -7,6 +7,7 @@ mod event_loop;
 mod free_pages;
 #[cfg(any(test, feature = "testing"))]
 mod fuzzing;
+mod generation;
 mod limits;
 mod merge;
 mod migration;
@@ -52,6 +53,7 @@ use crate::snapshot::SnapshotError;
 use crate::snapshot::state::InterruptControllers;
 
 use control::ProcessMemory;
+use generation::Generation;
 use limits::Throttled;
 use merge::Merging;
 use migration::Migrations;
@@ -225,6 +227,7 @@ pub struct Vm {
     clock_info: Mutex<ClockInfo>,
     serial: Arc<Mutex<Serial>>,
     acpi: Arc<Mutex<AcpiRegisters>>,
+    generation: Generation,
     exit: Arc<ExitSignal>,
     counters: Arc<ExitCounters>,
     state: Mutex<VmState>,
@@ -435,6 +438,7 @@ impl Vm {
         let memory = self.ram.memory().clone();
         let Some(image) = &self.image else { return Ok(()) };
         let rsdp = crate::acpi::write_tables(&memory, &self.platform)?;
+        self.generation.write(&memory)?;
         let entry = lock(image).load(&memory, self.ram.size_bytes(), rsdp)?;
         self.vcpus.on_each(
             move |vcpu| if vcpu.index == 0 { vcpu.enter(&memory, entry) } else { Ok(()) },

@@ -33,6 +33,7 @@ impl Vm {
             interrupts,
             serial: lock(&self.serial).save(),
             acpi_events: lock(&self.acpi).pending_events(),
+            generation_id: self.generation.is_known(),
             paused: false,
             devices,
             ram: None,
@@ -86,9 +87,21 @@ impl Vm {
             lock(device).interrupt_again();
         }
         lock(&self.serial).interrupt_again();
+        self.generation.arrive(saved.generation_id);
         lock(&self.acpi)
             .restore(saved.acpi_events)
             .map_err(VmError::host("interrupt the guest for its power button"))
+    }
+
+    /// Gives a restored machine another generation id than its siblings, and notifies its guest.
+    pub(super) fn renew_generation(&self) -> Result<(), VmError> {
+        if !self.generation.is_known() {
+            return Ok(());
+        }
+        self.generation.write(self.ram.memory())?;
+        lock(&self.acpi)
+            .notify(crate::acpi::EVENT_GENERATION)
+            .map_err(VmError::host("interrupt the guest for its new generation id"))
     }
 }
 
