@@ -16,6 +16,7 @@ use thiserror::Error;
 
 use crate::config::Switch;
 use crate::cpu::tsc;
+use crate::devices::virtio::block::BLKDISCARD;
 use crate::isolation::ThreadRights;
 
 mod handler;
@@ -35,6 +36,8 @@ pub enum ThreadKind {
     Device,
     /// Processes the queues of a socket device and the host's sockets.
     Vsock,
+    /// Processes a disk's queue, or executes its requests.
+    Disk,
     /// Writes the output of the serial line.
     Console,
     /// Moves the machine to another monitor, or receives one; the threads of its data streams
@@ -55,6 +58,7 @@ impl ThreadKind {
         Self::Vcpu,
         Self::Device,
         Self::Vsock,
+        Self::Disk,
         Self::Console,
         Self::Migrate,
         Self::Merge,
@@ -182,9 +186,16 @@ const API: &[c_long] = &[
     libc::SYS_shutdown,
 ];
 
-/// Calls of disks and the entropy device.
-const DEVICE: &[c_long] =
-    &[libc::SYS_fdatasync, libc::SYS_lseek, libc::SYS_pread64, libc::SYS_pwrite64];
+/// Calls of disks.
+const DISK: &[c_long] = &[
+    libc::SYS_fdatasync,
+    libc::SYS_lseek,
+    libc::SYS_pread64,
+    libc::SYS_preadv,
+    libc::SYS_preadv2,
+    libc::SYS_pwrite64,
+    libc::SYS_pwritev,
+];
 
 /// Calls of the socket device: connections that exist, clients of its listener, the companion.
 const VSOCK: &[c_long] = &[
@@ -312,7 +323,11 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
         ThreadKind::Console => allow(&[libc::SYS_ftruncate]),
         ThreadKind::Device => {
             allow(DISCARD);
-            allow(DEVICE);
+            allow(&[libc::SYS_lseek, libc::SYS_pread64]);
+        }
+        ThreadKind::Disk => {
+            allow(DISCARD);
+            allow(DISK);
         }
         ThreadKind::Vsock => allow(VSOCK),
         ThreadKind::Migrate => {
@@ -550,6 +565,7 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
             UFFDIO_MOVE,
             UFFDIO_WRITEPROTECT,
         ],
+        ThreadKind::Disk => &[BLKDISCARD],
         // Never issued: the list must not be empty, or every request would pass.
         ThreadKind::Device
         | ThreadKind::Vsock

@@ -225,13 +225,16 @@ impl Default for BalloonDeviceConfig {
 }
 
 /// A raw disk image.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskConfig {
     /// Image file or block device.
     pub path: PathBuf,
     /// Refuse the guest's writes.
     #[serde(with = "as_bool")]
     pub readonly: Switch,
+    /// Bypass the host's page cache. Like the limits, a matter of the host of the moment.
+    #[serde(skip)]
+    pub direct: Switch,
     /// Limits of its requests, which the host of the moment sets: not part of the machine's
     /// description.
     #[serde(skip)]

@@ -139,8 +139,8 @@ pub const BALLOON_FORM: &str = "off, or [size=0][,reporting=on|off][,hinting=on|
     [,deflate_on_oom=on|off][,poison=on|off][,statistics=on|off|SECONDS][,page_bitmap=on|off]\
     [,page_ranges=on|off][,host_requests=on|off][,verify_reports=on|off]";
 /// Form of `--disk`.
-pub const DISK_FORM: &str = "path=FILE[,readonly=on|off][,bandwidth=SIZE][,bandwidth_burst=SIZE]\
-    [,ops=N][,ops_burst=N]";
+pub const DISK_FORM: &str = "path=FILE[,readonly=on|off][,direct=on|off][,bandwidth=SIZE]\
+    [,bandwidth_burst=SIZE][,ops=N][,ops_burst=N]";
 /// Form of `--serial`.
 pub const SERIAL_FORM: &str =
     "tty, stdio, null or file=PATH[,max=SIZE][,bandwidth=SIZE][,bandwidth_burst=SIZE]";
@@ -276,9 +276,10 @@ impl FromStr for DiskConfig {
             ConfigError::new("--disk", "`path` is missing", format!("use {DISK_FORM}"))
         })?;
         let readonly = pairs.take_switch("readonly", Switch::Off)?;
+        let direct = pairs.take_switch("direct", Switch::Off)?;
         let limits = RateLimits::take(&mut pairs)?;
         pairs.finish()?;
-        Ok(Self { path, readonly, limits })
+        Ok(Self { path, readonly, direct, limits })
     }
 }
 

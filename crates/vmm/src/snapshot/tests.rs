@@ -165,11 +165,7 @@ fn the_configuration_round_trips() {
     assert_eq!(MachineConfig::of(&config), saved);
     assert_eq!(config.on_reboot, RebootAction::Exit);
 
-    let disk = |path: &str| DiskConfig {
-        path: path.into(),
-        readonly: Switch::Off,
-        limits: RateLimits::default(),
-    };
+    let disk = |path: &str| DiskConfig { path: path.into(), ..DiskConfig::default() };
     let readonly = |path: &str| DiskConfig { readonly: Switch::On, ..disk(path) };
     let disks = |disks| saved.clone().into_vm_config(Overrides { disks, ..Overrides::default() });
     // A guest with a read-only disk would notice if it became writable.
@@ -248,11 +244,7 @@ fn no_path_of_a_description_is_opened() {
 #[test]
 fn a_description_with_very_many_disks_gets_a_short_error() {
     let mut machine = machine();
-    let disk = DiskConfig {
-        path: "x".repeat(5000).into(),
-        readonly: Switch::Off,
-        limits: RateLimits::default(),
-    };
+    let disk = DiskConfig { path: "x".repeat(5000).into(), ..DiskConfig::default() };
     machine.disks = vec![disk; 10_000];
     let text = machine.into_vm_config(Overrides::default()).unwrap_err().to_string();
     assert!(text.len() < 2000 && text.contains("9996 more disks"), "{text}");

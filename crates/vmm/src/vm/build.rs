@@ -153,8 +153,12 @@ pub(super) fn build(
     for (index, disk) in config.disks.iter().enumerate() {
         let lock =
             if matches!(origin, Origin::Migration(_)) { DiskLock::Later } else { DiskLock::Now };
-        let block = Block::open(disk, index, ram.memory().clone(), lock)?;
-        assembly.add_virtio(&format!("disk{index}"), block)?;
+        let mut block = Block::open(disk, index, ram.memory().clone(), lock)?;
+        let name = format!("disk{index}");
+        block
+            .start_threads(&name, filters, exit)
+            .map_err(VmError::host("start the threads of a disk"))?;
+        assembly.add_virtio(&name, block)?;
     }
     if let Some(limits) = config.rng {
         assembly.add_virtio("rng", Rng::new(ram.memory().clone(), limits))?;

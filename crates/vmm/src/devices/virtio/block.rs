@@ -1,25 +1,46 @@
-//! Block device over a raw file (virtio 1.3 section 5.2).
+//! Block device (virtio 1.3 section 5.2).
+//!
+//! The device's thread takes requests from the queue (`request`), and threads of a pool (`pool`)
+//! execute them side by side on the image (`disk`, `image`); without a pool, the device's thread
+//! executes them itself.
 
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use ebb_guest_ram::{GuestMemory, WriteLogSlice};
-use rustix::fs::{Advice, FileType, FlockOperation, Stat};
-use thiserror::Error;
+use ebb_guest_ram::GuestMemory;
+use rustix::event::PollFlags;
+use rustix::fs::{Advice, FlockOperation};
 use virtio_bindings::virtio_blk as blk;
-use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueState, QueueT, Reader, Writer};
-use vm_memory::ByteValued;
+use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
 
 use super::state::DeviceState;
-use super::{VirtioDevice, Work, is_refused};
+use super::{HostEvents, VirtioDevice, Work, is_refused};
 use crate::config::{DiskConfig, Switch};
 use crate::devices::throttle::{Admission, Throttle};
+use crate::exit::ExitSignal;
 use crate::file::{Access, open_image};
+use crate::seccomp::{Filters, ThreadKind};
+
+mod disk;
+mod guest_io;
+mod image;
+mod open;
+mod pool;
+mod raw;
+mod request;
+
+use disk::{Disk, Done, Durability, to_sectors};
+use image::Image;
+use open::lock;
+pub use open::{DiskError, DiskLock, modified_unix_ns};
+use pool::Pool;
+pub(crate) use raw::BLKDISCARD;
+use raw::Raw;
+use request::{Bounds, DISCARD_BYTES, DISCARD_RANGES, Request, Task, ZERO_BYTES, ZERO_RANGES};
 
 const DEVICE_ID: u32 = 2;
 const QUEUE_SIZE: u16 = 128;
@@ -27,118 +48,39 @@ const SECTOR_BYTES: u64 = 512;
 /// Most requests processed in one call, which holds the transport's lock.
 const REQUESTS_A_CALL: usize = 16;
 /// Bytes transferred after which a call ends.
-const BYTES_A_CALL: usize = 4 << 20;
+const BYTES_A_CALL: u64 = 4 << 20;
+/// Largest read that the device's thread tries by itself, in bytes.
+const BYTES_AT_ONCE: u64 = 64 << 10;
+/// Requests in flight, from which on the queue waits. A guest that names a chain again before it
+/// was returned can have more requests than the queue has entries.
+const MOST_IN_FLIGHT: usize = QUEUE_SIZE as usize;
+/// Threads of a disk.
+const THREADS: usize = 4;
 /// Descriptors for data in one request: header and status take two (`seg_max`).
 const MAX_SEGMENTS: u16 = QUEUE_SIZE - 2;
 /// Largest length of one of them, in bytes (`size_max`); that of Linux (`BLK_MAX_SEGMENT_SIZE`).
 const MAX_SEGMENT_BYTES: u32 = 64 << 10;
 /// Largest transfer of one request, in bytes.
-const MAX_TRANSFER_BYTES: usize = MAX_SEGMENTS as usize * MAX_SEGMENT_BYTES as usize;
-/// Time for which a block device that another process has locked is tried again: udev locks each
-/// one for a moment while it reads its tables (systemd's "Locking Block Device Access").
-const LOCK_PATIENCE: Duration = Duration::from_secs(2);
-/// Time between two attempts.
-const LOCK_RETRY: Duration = Duration::from_millis(20);
-/// Size of the buffer that data passes through, in bytes: guest memory is never borrowed.
-const COPY_BYTES: usize = 64 << 10;
-
-/// Why a disk cannot be used.
-#[derive(Debug, Error)]
-pub enum DiskError {
-    /// It cannot be opened.
-    #[error(
-        "cannot open the disk {}: {source}; check the path and its permissions, \
-         or add readonly=on",
-        path.display()
-    )]
-    Open {
-        /// The image.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// Another process has the disk locked.
-    #[error(
-        "the disk {} is in use by another process; stop that process, \
-         or use readonly=on in both",
-        path.display()
-    )]
-    InUse {
-        /// The image.
-        path: PathBuf,
-    },
-    /// The size is not a whole number of sectors.
-    #[error(
-        "the disk {} has {bytes} bytes, which is not a multiple of 512; \
-         use `truncate` to enlarge it",
-        path.display()
-    )]
-    OddSize {
-        /// The image.
-        path: PathBuf,
-        /// Its size in bytes.
-        bytes: u64,
-    },
-}
-
-/// When a disk is locked against other processes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DiskLock {
-    /// When it is opened.
-    Now,
-    /// When the machine [acquires it](VirtioDevice::acquire_exclusive): until then it belongs to
-    /// the monitor that sends the machine.
-    Later,
-}
+const MAX_TRANSFER_BYTES: u64 = MAX_SEGMENTS as u64 * MAX_SEGMENT_BYTES as u64;
+/// Sectors to which discarded ranges should be aligned, for the guest's file systems: holes of
+/// files on the host consist of pages.
+const DISCARD_ALIGNMENT_SECTORS: u32 = 8;
+/// Size of the configuration space (section 5.2.4), up to `write_zeroes_may_unmap` and its padding.
+const CONFIG_BYTES: usize = 60;
 
 /// The device.
 pub struct Block {
-    file: File,
-    sectors: u64,
+    disk: Arc<Disk>,
+    pool: Option<Pool>,
     readonly: bool,
     path: PathBuf,
-    serial: [u8; blk::VIRTIO_BLK_ID_BYTES as usize],
-    memory: GuestMemory,
     queue: Option<Queue>,
-    /// The driver cannot flush, so that each write must be on the disk before it is completed
-    /// (section 5.2.6.2).
-    write_through: bool,
+    durability: Durability,
     /// The same image, opened once more for [`VirtioDevice::written_file`]; none if it is
     /// read-only. Linux reports a failed write-back once for each open file (errseq_t): what the
     /// other one reports must not be missing from the guest's flush or from the hand-over.
     writeback: Option<File>,
     throttle: Arc<Throttle>,
-}
-
-/// A processed request.
-#[derive(Default)]
-struct Served {
-    /// Bytes that the device has written to guest memory.
-    written: u32,
-    /// Bytes read from the disk or written to it.
-    transferred: usize,
-    /// The request waited for the disk.
-    synced: bool,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct RequestHeader {
-    kind: u32,
-    reserved: u32,
-    sector: u64,
-}
-
-// SAFETY: three integers without padding; every bit pattern is a valid value.
-unsafe impl ByteValued for RequestHeader {}
-
-/// Result of a request; the numbers are the status bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-enum Status {
-    Ok = blk::VIRTIO_BLK_S_OK as u8,
-    IoError = blk::VIRTIO_BLK_S_IOERR as u8,
-    Unsupported = blk::VIRTIO_BLK_S_UNSUPP as u8,
 }
 
 impl Block {
@@ -157,175 +99,94 @@ impl Block {
         if when == DiskLock::Now {
             lock(&file, path, config.readonly)?;
         }
-        // Seeking to the end also works for block devices, whose metadata report size 0.
-        let bytes = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))
-            .map_err(|error| open(error.into()))?;
-        if !bytes.is_multiple_of(SECTOR_BYTES) {
-            return Err(DiskError::OddSize { path: path.clone(), bytes });
-        }
         let again = format!("/proc/self/fd/{}", file.as_raw_fd());
         let writeback = if readonly {
             None
         } else {
             Some(open_image(again.as_ref(), Access::Read).map_err(open)?)
         };
-        let mut serial = [0; blk::VIRTIO_BLK_ID_BYTES as usize];
-        let name = format!("ebb-disk-{index}");
-        serial[..name.len().min(20)].copy_from_slice(&name.as_bytes()[..name.len().min(20)]);
-        let (sectors, path) = (bytes / SECTOR_BYTES, path.clone());
+        let mut raw = Raw::new(file);
+        if config.direct.is_on() {
+            let not_direct = |source| DiskError::NotDirect { path: path.clone(), source };
+            raw.use_direct().map_err(not_direct)?;
+        }
+        let image = Image::Raw(raw);
+        let bytes = image.size_bytes().map_err(open)?;
+        let block_bytes = image.block_bytes();
+        if !bytes.is_multiple_of(u64::from(block_bytes)) {
+            return Err(DiskError::OddSize { path: path.clone(), bytes, block_bytes });
+        }
         Ok(Self {
-            file,
-            sectors,
+            disk: Arc::new(Disk::new(image, memory, to_sectors(bytes), index)),
+            pool: None,
             readonly,
-            path,
-            serial,
-            memory,
+            path: path.clone(),
             queue: None,
-            write_through: false,
+            durability: Durability::Flush,
             writeback,
             throttle: Arc::new(Throttle::new(config.limits, Instant::now())),
         })
     }
 
-    /// Processes a request; `None` if it must wait for the limits.
-    fn serve(&self, chain: &DescriptorChain<&GuestMemory>) -> Option<Served> {
-        let mut served = Served::default();
-        let (Ok(mut reader), Ok(mut writer)) =
-            (chain.clone().reader(&self.memory), chain.clone().writer(&self.memory))
-        else {
-            return Some(served);
-        };
-        // The status byte is the last byte that the device may write.
-        let Some(data_bytes) = writer.available_bytes().checked_sub(1) else {
-            return Some(served);
-        };
-        let Ok(mut status_writer) = writer.split_at(data_bytes) else { return Some(served) };
-        let payload = reader.available_bytes().saturating_sub(size_of::<RequestHeader>());
-        let bytes = payload.saturating_add(data_bytes).min(MAX_TRANSFER_BYTES) as u64;
-        if self.throttle.admit(bytes, Instant::now()) == Admission::Later {
-            return None;
-        }
-        let status = match reader.read_obj::<RequestHeader>() {
-            Ok(header) => {
-                let writes = header.kind == blk::VIRTIO_BLK_T_OUT;
-                served.synced =
-                    header.kind == blk::VIRTIO_BLK_T_FLUSH || writes && self.write_through;
-                self.transfer(header, &mut reader, &mut writer)
-            }
-            Err(_) => Status::IoError,
-        };
-        served.transferred = reader.bytes_read() + writer.bytes_written();
-        served.written = writer.bytes_written() as u32;
-        if status_writer.write_all(&[status as u8]).is_ok() {
-            served.written += 1;
-        }
-        Some(served)
+    /// Executes requests in threads from now on, side by side. Without this the device's thread
+    /// executes one after the other.
+    ///
+    /// # Errors
+    /// A thread could not be started.
+    pub fn start_threads(
+        &mut self,
+        name: &str,
+        filters: &Filters,
+        exit: &Arc<ExitSignal>,
+    ) -> io::Result<()> {
+        self.pool = Some(Pool::start(&self.disk, name, THREADS, filters, exit)?);
+        Ok(())
     }
 
-    fn transfer<'a>(
-        &self,
-        header: RequestHeader,
-        reader: &mut Reader<'a, WriteLogSlice<'a>>,
-        writer: &mut Writer<'a, WriteLogSlice<'a>>,
-    ) -> Status {
-        let result = match header.kind {
-            blk::VIRTIO_BLK_T_IN => {
-                self.position(header.sector, writer.available_bytes()).map(|start| {
-                    copy(writer.available_bytes(), |done, buffer| {
-                        self.file.read_exact_at(buffer, start + done)?;
-                        writer.write_all(buffer)
-                    })
-                })
-            }
-            blk::VIRTIO_BLK_T_OUT if self.readonly => None,
-            blk::VIRTIO_BLK_T_OUT => {
-                self.position(header.sector, reader.available_bytes()).map(|start| {
-                    copy(reader.available_bytes(), |done, buffer| {
-                        reader.read_exact(buffer)?;
-                        self.file.write_all_at(buffer, start + done)
-                    })?;
-                    if self.write_through { self.file.sync_data() } else { Ok(()) }
-                })
-            }
-            blk::VIRTIO_BLK_T_FLUSH => Some(self.file.sync_data()),
-            blk::VIRTIO_BLK_T_GET_ID => {
-                let length = writer.available_bytes().min(self.serial.len());
-                Some(writer.write_all(&self.serial[..length]))
-            }
-            _ => return Status::Unsupported,
-        };
-        match result {
-            Some(Ok(())) => Status::Ok,
-            Some(Err(_)) | None => Status::IoError,
+    fn bounds(&self) -> Bounds {
+        Bounds {
+            sectors: self.disk.sectors(),
+            block_bytes: self.disk.image.block_bytes(),
+            transfer_bytes: MAX_TRANSFER_BYTES,
+            readonly: self.readonly,
         }
     }
 
-    /// Byte position of a transfer, if it is inside the disk and consists of whole sectors.
-    fn position(&self, sector: u64, bytes: usize) -> Option<u64> {
-        let count = bytes as u64 / SECTOR_BYTES;
-        let inside = sector.checked_add(count).is_some_and(|end| end <= self.sectors);
-        let whole = (bytes as u64).is_multiple_of(SECTOR_BYTES);
-        (inside && whole && bytes <= MAX_TRANSFER_BYTES).then(|| sector * SECTOR_BYTES)
-    }
-}
-
-/// Time of the last write to an image that is a regular file, in nanoseconds since 1970. Block
-/// devices have none.
-pub fn modified_unix_ns(stat: &Stat) -> Option<u64> {
-    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-        return None;
-    }
-    let seconds = u64::try_from(stat.st_mtime).ok()?;
-    seconds.checked_mul(1_000_000_000)?.checked_add(stat.st_mtime_nsec)
-}
-
-/// Locks an image, so that no two machines write to it, and none writes while another reads.
-fn lock(file: &File, path: &Path, readonly: Switch) -> Result<(), DiskError> {
-    let operation = match readonly {
-        Switch::On => FlockOperation::NonBlockingLockShared,
-        Switch::Off => FlockOperation::NonBlockingLockExclusive,
-    };
-    let is_block_device = rustix::fs::fstat(file)
-        .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice);
-    let patience = if is_block_device { LOCK_PATIENCE } else { Duration::ZERO };
-    match patiently(patience, || rustix::fs::flock(file, operation)) {
-        Ok(()) => Ok(()),
-        Err(rustix::io::Errno::WOULDBLOCK) => Err(DiskError::InUse { path: path.to_owned() }),
-        Err(error) => Err(DiskError::Open { path: path.to_owned(), source: error.into() }),
-    }
-}
-
-/// Calls `attempt` until another process does not hold the lock, for `patience` at most.
-fn patiently(
-    patience: Duration,
-    mut attempt: impl FnMut() -> rustix::io::Result<()>,
-) -> rustix::io::Result<()> {
-    let begin = Instant::now();
-    loop {
-        match attempt() {
-            Err(rustix::io::Errno::WOULDBLOCK) if begin.elapsed() < patience => {
-                std::thread::park_timeout(LOCK_RETRY);
+    /// Puts requests on the used ring; returns whether there were any.
+    fn put_used(&mut self, done: &[Done]) -> bool {
+        let Some(queue) = self.queue.as_mut() else { return false };
+        for done in done {
+            if queue.add_used(&self.disk.memory, done.head, done.written).is_err() {
+                crate::devices::guest_log!("virtio-blk: the used ring cannot be written");
             }
-            result => return result,
         }
+        !done.is_empty()
     }
-}
 
-/// Moves `bytes` in pieces: `step` gets the number of bytes done and a buffer for the next piece.
-fn copy(bytes: usize, mut step: impl FnMut(u64, &mut [u8]) -> io::Result<()>) -> io::Result<()> {
-    let mut buffer = vec![0; bytes.min(COPY_BYTES)];
-    let mut done = 0;
-    while done < bytes {
-        let length = (bytes - done).min(COPY_BYTES);
-        step(done as u64, &mut buffer[..length])?;
-        done += length;
+    /// Executes a request or gives it to a thread, which returns `None`.
+    fn dispatch(&self, request: Request) -> Option<Done> {
+        let Some(pool) = &self.pool else {
+            return Some(self.disk.execute(&request, self.durability));
+        };
+        let at_once = if request.limited_bytes() <= BYTES_AT_ONCE {
+            self.disk.execute_at_once(&request)
+        } else {
+            None
+        };
+        if at_once.is_none() {
+            pool.submit(request, self.durability);
+        }
+        at_once
     }
-    Ok(())
 }
 
 impl VirtioDevice for Block {
     fn device_id(&self) -> u32 {
         DEVICE_ID
+    }
+
+    fn thread_kind(&self) -> ThreadKind {
+        ThreadKind::Disk
     }
 
     fn features(&self) -> u64 {
@@ -334,6 +195,11 @@ impl VirtioDevice for Block {
             | 1 << blk::VIRTIO_BLK_F_SIZE_MAX;
         if self.readonly {
             features |= 1 << blk::VIRTIO_BLK_F_RO;
+        } else {
+            features |= 1 << blk::VIRTIO_BLK_F_DISCARD | 1 << blk::VIRTIO_BLK_F_WRITE_ZEROES;
+        }
+        if u64::from(self.disk.image.block_bytes()) != SECTOR_BYTES {
+            features |= 1 << blk::VIRTIO_BLK_F_BLK_SIZE;
         }
         features
     }
@@ -347,15 +213,30 @@ impl VirtioDevice for Block {
     }
 
     fn disk_bytes(&self) -> Option<u64> {
-        Some(self.sectors * SECTOR_BYTES)
+        Some(self.disk.sectors() * SECTOR_BYTES)
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        // capacity u64, size_max u32, seg_max u32 (section 5.2.4).
-        let mut config = [0u8; 16];
-        config[..8].copy_from_slice(&self.sectors.to_le_bytes());
-        config[8..12].copy_from_slice(&MAX_SEGMENT_BYTES.to_le_bytes());
-        config[12..].copy_from_slice(&u32::from(MAX_SEGMENTS).to_le_bytes());
+        let mut config = [0u8; CONFIG_BYTES];
+        let mut set = |at: usize, bytes: &[u8]| {
+            config[at..at + bytes.len()].copy_from_slice(bytes);
+        };
+        let sectors = |bytes: u64| (bytes / SECTOR_BYTES) as u32;
+        // capacity, size_max, seg_max, blk_size.
+        set(0, &self.disk.sectors().to_le_bytes());
+        set(8, &MAX_SEGMENT_BYTES.to_le_bytes());
+        set(12, &u32::from(MAX_SEGMENTS).to_le_bytes());
+        set(20, &self.disk.image.block_bytes().to_le_bytes());
+        if !self.readonly {
+            // max_discard_sectors, max_discard_seg, discard_sector_alignment,
+            // max_write_zeroes_sectors, max_write_zeroes_seg, write_zeroes_may_unmap.
+            set(36, &sectors(DISCARD_BYTES).to_le_bytes());
+            set(40, &DISCARD_RANGES.to_le_bytes());
+            set(44, &DISCARD_ALIGNMENT_SECTORS.to_le_bytes());
+            set(48, &sectors(ZERO_BYTES).to_le_bytes());
+            set(52, &ZERO_RANGES.to_le_bytes());
+            set(56, &[1]);
+        }
         for (index, byte) in data.iter_mut().enumerate() {
             let position =
                 usize::try_from(offset).ok().and_then(|offset| offset.checked_add(index));
@@ -366,7 +247,11 @@ impl VirtioDevice for Block {
     fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
     fn activate(&mut self, features: u64, queues: Vec<Queue>) -> Result<(), String> {
-        self.write_through = features & 1 << blk::VIRTIO_BLK_F_FLUSH == 0;
+        self.durability = if features & 1 << blk::VIRTIO_BLK_F_FLUSH == 0 {
+            Durability::Write
+        } else {
+            Durability::Flush
+        };
         self.queue = queues.into_iter().next().filter(Queue::ready);
         self.queue.as_ref().map(|_| ()).ok_or_else(|| "the request queue is not ready".to_owned())
     }
@@ -374,31 +259,51 @@ impl VirtioDevice for Block {
     fn process_queue(&mut self, _index: usize) -> Work {
         let mut work = Work::default();
         let Some(mut queue) = self.queue.take() else { return work };
-        work.more = true;
+        let memory = self.disk.memory.clone();
+        let bounds = self.bounds();
+        let in_flight = self.pool.as_ref().map_or(0, Pool::in_flight);
+        // When they are done, the queue is looked at again.
+        let room = MOST_IN_FLIGHT.saturating_sub(in_flight);
+        work.more = room > 0;
         let mut transferred = 0;
-        for _ in 0..REQUESTS_A_CALL {
-            let Some(chain) = queue.pop_descriptor_chain(&self.memory) else {
+        for _ in 0..REQUESTS_A_CALL.min(room) {
+            let Some(chain) = queue.pop_descriptor_chain(&memory) else {
                 work.more = false;
                 break;
             };
-            let served = if is_refused(&queue, &self.memory, chain.head_index()) {
-                Some(Served::default())
+            let head = chain.head_index();
+            let mut ends = false;
+            let done = if is_refused(&queue, &memory, head) {
+                Some(Done { head, written: 0 })
+            } else if let Some(request) = Request::parse(chain, &memory, &bounds) {
+                let bytes = request.limited_bytes();
+                if self.throttle.admit(bytes, Instant::now()) == Admission::Later {
+                    queue.go_to_previous_position();
+                    work.more = false;
+                    break;
+                }
+                transferred += bytes;
+                let synced = match request.task {
+                    Task::Flush => true,
+                    Task::Write { .. } | Task::Zero(_) => self.durability == Durability::Write,
+                    _ => false,
+                };
+                let done = self.dispatch(request);
+                // What a thread does takes no time here.
+                ends = done.is_some() && (synced || transferred >= BYTES_A_CALL);
+                done
             } else {
-                self.serve(&chain)
+                Some(Done { head, written: 0 })
             };
-            let Some(served) = served else {
-                queue.go_to_previous_position();
-                work.more = false;
-                break;
-            };
-            if queue.add_used(&self.memory, chain.head_index(), served.written).is_err() {
-                crate::devices::guest_log!("virtio-blk: the used ring cannot be written");
-                work.more = false;
-                break;
+            if let Some(done) = done {
+                if queue.add_used(&memory, done.head, done.written).is_err() {
+                    crate::devices::guest_log!("virtio-blk: the used ring cannot be written");
+                    work.more = false;
+                    break;
+                }
+                work.interrupt = true;
             }
-            work.interrupt = true;
-            transferred += served.transferred;
-            if served.synced || transferred >= BYTES_A_CALL {
+            if ends {
                 break;
             }
         }
@@ -406,7 +311,27 @@ impl VirtioDevice for Block {
         work
     }
 
+    fn host_events(&self) -> Option<HostEvents> {
+        self.pool.as_ref().map(Pool::host_events)
+    }
+
+    fn on_host_events(&mut self, _ready: PollFlags) -> Work {
+        let Some(pool) = &self.pool else { return Work::default() };
+        let was_full = pool.in_flight() >= MOST_IN_FLIGHT;
+        let done = pool.take_done();
+        Work { interrupt: self.put_used(&done), more: was_full, ..Work::default() }
+    }
+
+    fn finish_requests(&mut self) -> Work {
+        let Some(pool) = &self.pool else { return Work::default() };
+        pool.drain();
+        self.on_host_events(PollFlags::IN)
+    }
+
     fn reset(&mut self) {
+        if let Some(pool) = &self.pool {
+            pool.forget();
+        }
         self.queue = None;
     }
 
@@ -415,9 +340,9 @@ impl VirtioDevice for Block {
     }
 
     fn save(&mut self) -> DeviceState {
-        let modified_unix_ns =
-            rustix::fs::fstat(&self.file).ok().and_then(|stat| modified_unix_ns(&stat));
-        DeviceState::Disk { sectors: self.sectors, modified_unix_ns }
+        let stat = rustix::fs::fstat(self.disk.image.file());
+        let modified_unix_ns = stat.ok().and_then(|stat| modified_unix_ns(&stat));
+        DeviceState::Disk { sectors: self.disk.sectors(), modified_unix_ns }
     }
 
     fn written_file(&self) -> io::Result<Option<File>> {
@@ -428,17 +353,19 @@ impl VirtioDevice for Block {
         let failed =
             |error: &dyn std::fmt::Display| format!("the disk {}: {error}", self.path.display());
         if !self.readonly {
-            self.file.sync_data().map_err(|error| failed(&error))?;
+            self.disk.image.flush().map_err(|error| failed(&error))?;
         }
-        rustix::fs::flock(&self.file, FlockOperation::Unlock).map_err(|error| failed(&error))
+        rustix::fs::flock(self.disk.image.file(), FlockOperation::Unlock)
+            .map_err(|error| failed(&error))
     }
 
     fn acquire_exclusive(&mut self) -> Result<(), String> {
         let readonly = if self.readonly { Switch::On } else { Switch::Off };
-        lock(&self.file, &self.path, readonly).map_err(|error| error.to_string())?;
+        let file = self.disk.image.file();
+        lock(file, &self.path, readonly).map_err(|error| error.to_string())?;
         // Another host may have written to a shared device since this one read from it. Drops
         // clean pages only, and there are no others.
-        rustix::fs::fadvise(&self.file, 0, None, Advice::DontNeed)
+        rustix::fs::fadvise(file, 0, None, Advice::DontNeed)
             .map_err(|error| format!("the disk {}: {error}", self.path.display()))
     }
 
@@ -447,14 +374,15 @@ impl VirtioDevice for Block {
         state: &DeviceState,
         driver: Option<(u64, Vec<Queue>)>,
     ) -> Result<(), String> {
+        let known = self.disk.sectors();
         match state {
-            DeviceState::Disk { sectors, .. } if *sectors == self.sectors => {
+            DeviceState::Disk { sectors, .. } if *sectors == known => {
                 driver.map_or(Ok(()), |(features, queues)| self.activate(features, queues))
             }
             DeviceState::Disk { sectors, .. } => Err(format!(
                 "the disk has {} bytes, but had {} when the snapshot was taken; \
                  use the image that belongs to the snapshot",
-                self.sectors * SECTOR_BYTES,
+                known * SECTOR_BYTES,
                 sectors.saturating_mul(SECTOR_BYTES)
             )),
             _ => Err("its state belongs to another device".to_owned()),
@@ -462,5 +390,9 @@ impl VirtioDevice for Block {
     }
 }
 
+#[cfg(test)]
+mod driver;
+#[cfg(test)]
+mod model;
 #[cfg(test)]
 mod tests;

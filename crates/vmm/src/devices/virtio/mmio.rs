@@ -166,6 +166,15 @@ impl<D: VirtioDevice> MmioTransport<D> {
         work
     }
 
+    /// Finishes what the device has begun, before the virtual machine is paused.
+    pub fn quiesce(&mut self) {
+        self.device.quiesce();
+        if self.active {
+            let work = self.device.finish_requests();
+            self.notify_driver(work);
+        }
+    }
+
     /// Time of the next [`on_timer`](Self::on_timer).
     pub fn deadline(&self) -> Option<Instant> {
         let throttled = self.device.throttle().and_then(|throttle| throttle.resume_at());

@@ -131,6 +131,12 @@ pub trait VirtioDevice: Send {
     /// Completes work that waits for a timer, before the virtual machine is paused.
     fn quiesce(&mut self) {}
 
+    /// Waits for requests that other threads execute, and completes them, before the virtual
+    /// machine is paused: neither a snapshot nor another monitor knows of them.
+    fn finish_requests(&mut self) -> Work {
+        Work::default()
+    }
+
     /// Returns to the state before activation, at the driver's request.
     fn reset(&mut self);
 

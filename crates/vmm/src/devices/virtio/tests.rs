@@ -83,8 +83,7 @@ fn image() -> tempfile::NamedTempFile {
 }
 
 fn disk(image: &tempfile::NamedTempFile, readonly: Switch, memory: &GuestMemory) -> Block {
-    let config =
-        DiskConfig { path: image.path().to_owned(), readonly, limits: RateLimits::default() };
+    let config = DiskConfig { path: image.path().to_owned(), readonly, ..DiskConfig::default() };
     Block::open(&config, 0, memory.clone(), DiskLock::Now).unwrap()
 }
 
@@ -197,11 +196,8 @@ fn a_disk_has_one_writer() {
     let image = image();
     let memory = request(blk::VIRTIO_BLK_T_IN, 0, 512);
     let first = disk(&image, Switch::Off, &memory);
-    let config = DiskConfig {
-        path: image.path().to_owned(),
-        readonly: Switch::On,
-        limits: RateLimits::default(),
-    };
+    let config =
+        DiskConfig { path: image.path().to_owned(), readonly: Switch::On, ..DiskConfig::default() };
     let error = Block::open(&config, 1, memory.clone(), DiskLock::Now).err().unwrap().to_string();
     assert!(error.contains("in use"), "{error}");
     drop(first);

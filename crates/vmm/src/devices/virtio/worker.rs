@@ -164,7 +164,7 @@ fn run<D: VirtioDevice>(
     let mut host_ready = PollFlags::empty();
     let mut in_vain = 0_u32;
     loop {
-        let mode = control.observe(|| lock(transport).device_mut().quiesce());
+        let mode = control.observe(|| lock(transport).quiesce());
         if mode == Mode::Stopping {
             return Ok(());
         }

@@ -1,0 +1,286 @@
+//! A disk beside a model: an array of bytes.
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+
+use proptest::prelude::*;
+use virtio_bindings::virtio_blk as blk;
+
+use super::driver::{Driver, ranges};
+use super::*;
+use crate::exit::ExitSignal;
+
+const SECTORS: u64 = 600;
+const FLUSH: u64 = 1 << blk::VIRTIO_BLK_F_FLUSH;
+
+#[derive(Debug, Clone)]
+enum Step {
+    Read { sector: u64, sectors: u64 },
+    Write { sector: u64, sectors: u64, fill: u8 },
+    Discard { sector: u64, sectors: u64 },
+    Zero { sector: u64, sectors: u64, unmap: bool },
+    Flush,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let range = || (0..SECTORS, prop_oneof![1u64..9, 1u64..400]);
+    prop_oneof![
+        3 => range().prop_map(|(sector, sectors)| Step::Read { sector, sectors }),
+        4 => (range(), 1u8..).prop_map(|((sector, sectors), fill)| {
+            Step::Write { sector, sectors, fill }
+        }),
+        1 => range().prop_map(|(sector, sectors)| Step::Discard { sector, sectors }),
+        2 => (range(), any::<bool>()).prop_map(|((sector, sectors), unmap)| {
+            Step::Zero { sector, sectors, unmap }
+        }),
+        1 => Just(Step::Flush),
+    ]
+}
+
+/// Carries out the steps on the disk and on the model, in batches whose requests may overtake each
+/// other. A batch ends where two requests overlap, whose order is not defined.
+pub(super) fn agree(disk: &mut Block, driver: &mut Driver, model: &mut [u8], steps: &[Step]) {
+    let mut batch: Vec<(driver::Slot, Step)> = Vec::new();
+    for step in steps {
+        let (sector, sectors) = extent(step);
+        let overlaps = batch.iter().any(|(_, other)| {
+            let (start, count) = extent(other);
+            sector < start + count && start < sector + sectors
+        });
+        if overlaps || batch.len() == 16 {
+            finish(disk, driver, model, &mut batch);
+        }
+        let slot = submit(driver, step);
+        batch.push((slot, step.clone()));
+    }
+    finish(disk, driver, model, &mut batch);
+}
+
+fn extent(step: &Step) -> (u64, u64) {
+    match *step {
+        Step::Read { sector, sectors }
+        | Step::Write { sector, sectors, .. }
+        | Step::Discard { sector, sectors }
+        | Step::Zero { sector, sectors, .. } => (sector, sectors),
+        Step::Flush => (0, 0),
+    }
+}
+
+fn submit(driver: &mut Driver, step: &Step) -> driver::Slot {
+    match *step {
+        Step::Read { sector, sectors } => {
+            driver.submit(blk::VIRTIO_BLK_T_IN, sector, &vec![0xdd; sectors as usize * 512])
+        }
+        Step::Write { sector, sectors, fill } => {
+            driver.submit(blk::VIRTIO_BLK_T_OUT, sector, &content(sector, sectors, fill))
+        }
+        Step::Discard { sector, sectors } => {
+            let range = ranges(&[(sector, sectors as u32, 0)]);
+            driver.submit(blk::VIRTIO_BLK_T_DISCARD, 0, &range)
+        }
+        Step::Zero { sector, sectors, unmap } => {
+            let range = ranges(&[(sector, sectors as u32, u32::from(unmap))]);
+            driver.submit(blk::VIRTIO_BLK_T_WRITE_ZEROES, 0, &range)
+        }
+        Step::Flush => driver.submit(blk::VIRTIO_BLK_T_FLUSH, 0, &[]),
+    }
+}
+
+/// Differs in each sector.
+fn content(sector: u64, sectors: u64, fill: u8) -> Vec<u8> {
+    (sector..sector + sectors).flat_map(|sector| [fill ^ sector as u8; 512]).collect()
+}
+
+fn finish(
+    disk: &mut Block,
+    driver: &mut Driver,
+    model: &mut [u8],
+    batch: &mut Vec<(driver::Slot, Step)>,
+) {
+    driver.complete(disk);
+    for (slot, step) in batch.drain(..) {
+        let (sector, sectors) = extent(&step);
+        let expected = (sector as usize * 512).checked_add(sectors as usize * 512);
+        let Some(part) = expected.and_then(|end| model.get_mut(sector as usize * 512..end)) else {
+            assert_eq!(driver.status(slot), blk::VIRTIO_BLK_S_IOERR, "{step:?}");
+            continue;
+        };
+        assert_eq!(driver.status(slot), blk::VIRTIO_BLK_S_OK, "{step:?}");
+        match step {
+            Step::Read { .. } => assert!(driver.data(slot, part.len()) == part, "{step:?}"),
+            Step::Write { fill, .. } => part.copy_from_slice(&content(sector, sectors, fill)),
+            Step::Discard { .. } | Step::Zero { .. } => part.fill(0),
+            Step::Flush => {}
+        }
+    }
+}
+
+/// The whole content, as the guest reads it.
+pub(super) fn read_all(disk: &mut Block, driver: &mut Driver, bytes: usize) -> Vec<u8> {
+    let mut all = Vec::new();
+    while all.len() < bytes {
+        let sectors = ((bytes - all.len()) as u64 / 512).min(256);
+        let sector = all.len() as u64 / 512;
+        let slot = submit(driver, &Step::Read { sector, sectors });
+        driver.complete(disk);
+        assert_eq!(driver.status(slot), blk::VIRTIO_BLK_S_OK);
+        all.extend(driver.data(slot, sectors as usize * 512));
+    }
+    all
+}
+
+fn start(disk: &mut Block, threads: bool) {
+    if threads {
+        let filters = Filters::new(Switch::Off).unwrap();
+        disk.start_threads("test", &filters, &Arc::new(ExitSignal::new().unwrap())).unwrap();
+    }
+    disk.activate(FLUSH, vec![Driver::queue()]).unwrap();
+}
+
+fn check(config: &DiskConfig, threads: bool, steps: &[Step]) {
+    let mut driver = Driver::new();
+    let memory = driver.memory.clone();
+    let mut disk = Block::open(config, 0, memory, DiskLock::Now).unwrap();
+    start(&mut disk, threads);
+    let mut model = vec![0; (SECTORS * 512) as usize];
+    agree(&mut disk, &mut driver, &mut model, steps);
+    assert!(read_all(&mut disk, &mut driver, model.len()) == model);
+}
+
+fn image(directory: &tempfile::TempDir) -> (PathBuf, File) {
+    let path = directory.path().join("image");
+    let file = File::options().read(true).write(true).create(true).open(&path).unwrap();
+    file.set_len(SECTORS * 512).unwrap();
+    (path, file)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+
+    #[test]
+    fn a_raw_disk_is_an_array_of_bytes(
+        steps in prop::collection::vec(step(), 1..60),
+        threads: bool,
+        direct: bool,
+    ) {
+        // /tmp may be in memory, which has no direct transfers.
+        let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let (path, file) = image(&directory);
+        let direct = Switch::from_bool(direct);
+        check(&DiskConfig { path, direct, ..DiskConfig::default() }, threads, &steps);
+        prop_assert_eq!(file.metadata().unwrap().len(), SECTORS * 512);
+    }
+}
+
+#[test]
+fn discarded_ranges_are_holes_in_the_image() {
+    let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    let (path, file) = image(&directory);
+    file.write_all_at(&[7; (SECTORS * 512) as usize], 0).unwrap();
+    file.sync_all().unwrap();
+    let full = file.metadata().unwrap().blocks();
+    assert!(full >= SECTORS);
+    let mut driver = Driver::new();
+    let config = DiskConfig { path, ..DiskConfig::default() };
+    let mut disk = Block::open(&config, 0, driver.memory.clone(), DiskLock::Now).unwrap();
+    start(&mut disk, true);
+    let most = ranges(&[(0, 80, 0), (80, 0, 0), (160, 440, 0)]);
+    assert_eq!(driver.request(&mut disk, blk::VIRTIO_BLK_T_DISCARD, 0, &most), 0);
+    assert_eq!(file.metadata().unwrap().blocks(), 80);
+    let unmap = ranges(&[(80, 80, 1)]);
+    assert_eq!(driver.request(&mut disk, blk::VIRTIO_BLK_T_WRITE_ZEROES, 0, &unmap), 0);
+    assert_eq!(file.metadata().unwrap().blocks(), 0);
+    // Without the flag, the blocks belong to the image.
+    let keep = ranges(&[(0, 80, 0)]);
+    assert_eq!(driver.request(&mut disk, blk::VIRTIO_BLK_T_WRITE_ZEROES, 0, &keep), 0);
+    assert!(file.metadata().unwrap().blocks() >= 80);
+    assert_eq!(
+        disk.disk.counters.discarded_bytes.load(std::sync::atomic::Ordering::Relaxed),
+        520 * 512
+    );
+}
+
+/// All ranges are checked before the first one is touched.
+#[test]
+fn invalid_ranges_leave_the_disk_unchanged() {
+    let directory = tempfile::tempdir().unwrap();
+    let (path, file) = image(&directory);
+    file.write_all_at(&[7; (SECTORS * 512) as usize], 0).unwrap();
+    let mut driver = Driver::new();
+    let config = DiskConfig { path: path.clone(), ..DiskConfig::default() };
+    let mut disk = Block::open(&config, 0, driver.memory.clone(), DiskLock::Now).unwrap();
+    start(&mut disk, false);
+    let (discard, zero) = (blk::VIRTIO_BLK_T_DISCARD, blk::VIRTIO_BLK_T_WRITE_ZEROES);
+    let (error, unsupported) = (blk::VIRTIO_BLK_S_IOERR, blk::VIRTIO_BLK_S_UNSUPP);
+    let good = (0, 8, 0);
+    let too_large = (ZERO_BYTES / 512) as u32 + 1;
+    let cases: [(u32, &[(u64, u32, u32)], u32); 11] = [
+        (discard, &[good, (SECTORS, 1, 0)], error),
+        (discard, &[good, (SECTORS - 1, 2, 0)], error),
+        (discard, &[good, (u64::MAX, 1, 0)], error),
+        (discard, &[good, (u64::MAX / 512, u32::MAX, 0)], error),
+        (discard, &[good, (0, 8, 1)], unsupported),
+        (discard, &[], error),
+        (discard, &[good; DISCARD_RANGES as usize + 1], error),
+        (zero, &[good, (0, too_large, 0)], error),
+        (zero, &[good, (0, 8, 2)], unsupported),
+        (zero, &[good; ZERO_RANGES as usize + 1], error),
+        (zero, &[], error),
+    ];
+    for (kind, segments, expected) in cases {
+        let status = driver.request(&mut disk, kind, 0, &ranges(segments));
+        assert_eq!(status, expected, "{kind} {segments:?}");
+    }
+    // Half a range.
+    assert_eq!(driver.request(&mut disk, discard, 0, &ranges(&[good])[..8]), error);
+    assert!(std::fs::read(&path).unwrap().iter().all(|byte| *byte == 7));
+    drop(disk);
+
+    let config = DiskConfig { path: path.clone(), readonly: Switch::On, ..DiskConfig::default() };
+    let mut driver = Driver::new();
+    let mut disk = Block::open(&config, 0, driver.memory.clone(), DiskLock::Now).unwrap();
+    assert_eq!(disk.features() & 1 << blk::VIRTIO_BLK_F_DISCARD, 0);
+    start(&mut disk, false);
+    for kind in [discard, zero] {
+        assert_eq!(driver.request(&mut disk, kind, 0, &ranges(&[good])), error);
+    }
+    assert!(std::fs::read(&path).unwrap().iter().all(|byte| *byte == 7));
+}
+
+/// An image that another process truncates: errors for what is missing, data for the rest.
+#[test]
+fn a_disk_that_shrinks_answers_with_errors() {
+    for threads in [false, true] {
+        let directory = tempfile::tempdir().unwrap();
+        let (path, file) = image(&directory);
+        let mut driver = Driver::new();
+        let config = DiskConfig { path, ..DiskConfig::default() };
+        let mut disk = Block::open(&config, 0, driver.memory.clone(), DiskLock::Now).unwrap();
+        start(&mut disk, threads);
+        file.set_len(512 * 100).unwrap();
+        let mut read = |sector| driver.request(&mut disk, blk::VIRTIO_BLK_T_IN, sector, &[0; 4096]);
+        assert_eq!(read(0), blk::VIRTIO_BLK_S_OK);
+        assert_eq!(read(96), blk::VIRTIO_BLK_S_IOERR);
+        assert_eq!(read(300), blk::VIRTIO_BLK_S_IOERR);
+        assert_eq!(read(92), blk::VIRTIO_BLK_S_OK);
+    }
+}
+
+/// Requests that threads execute belong to the driver that is gone.
+#[test]
+fn a_reset_forgets_requests_in_flight() {
+    let directory = tempfile::tempdir().unwrap();
+    let (path, _file) = image(&directory);
+    let mut driver = Driver::new();
+    let config = DiskConfig { path, ..DiskConfig::default() };
+    let mut disk = Block::open(&config, 0, driver.memory.clone(), DiskLock::Now).unwrap();
+    start(&mut disk, true);
+    for request in 0..16 {
+        driver.submit(blk::VIRTIO_BLK_T_OUT, request, &[1; 512]);
+    }
+    disk.process_queue(0);
+    disk.reset();
+    assert_eq!(disk.pool.as_ref().unwrap().in_flight(), 0);
+    disk.activate(FLUSH, vec![Driver::queue()]).unwrap();
+    assert_eq!(disk.finish_requests(), Work::default());
+}
