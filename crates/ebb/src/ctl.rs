@@ -19,6 +19,7 @@ use serde_json::json;
 
 use crate::flags::Settings;
 
+mod disks;
 mod free_pages;
 mod limits;
 mod merge;
@@ -31,6 +32,7 @@ Examples:
   ebb ctl /tmp/vm.sock balloon set 1G
   ebb ctl /tmp/vm.sock statistics --json
   ebb ctl /tmp/vm.sock free-pages --min-order 9
+  ebb ctl /tmp/vm.sock disks resize disk0
   ebb ctl /tmp/vm.sock limits disk0 --bandwidth 50M --ops 1000
   ebb ctl /tmp/vm.sock merge --run unmerge
   ebb ctl /tmp/vm.sock snapshot /tmp/vm.snapshot
@@ -101,6 +103,8 @@ enum Command {
     },
     /// Ask the guest which of its pages are free; its balloon driver must support Ebb's extension
     FreePages(Settings<FreePagesRequest>),
+    /// Show the disks, or change the size of one
+    Disks(disks::DisksArgs),
     /// Show or change the limits of devices' requests
     Limits {
         /// The device to change: disk0 and further, rng
@@ -187,6 +191,7 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         Command::FreePages(Settings(request)) => {
             show(out, form, &client.put_json("/balloon/free-pages", &request)?, free_pages::rows)
         }
+        Command::Disks(args) => show(out, form, &disks::execute(args, &client)?, disks::rows),
         Command::Limits { device, change: Settings(limits) } => {
             show(out, form, &limits::execute(device, limits, &client)?, limits::rows)
         }

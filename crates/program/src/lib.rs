@@ -39,7 +39,8 @@ pub fn run<W: Write>(
     output: impl Fn() -> W + Clone + Send + Sync + 'static,
     command: impl FnOnce() -> anyhow::Result<ExitCode>,
 ) -> ExitCode {
-    let filter = match EnvFilter::try_new(&log.log) {
+    // A library that logs each problem of an image, without a limit, and returns it as well.
+    let filter = match EnvFilter::try_new(format!("{},imago=off", log.log)) {
         Ok(filter) => filter,
         Err(error) => {
             eprintln!("{name}: --log {}: {error}; use a level such as info", log.log);

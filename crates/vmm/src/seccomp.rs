@@ -181,6 +181,8 @@ const API: &[c_long] = &[
     libc::SYS_lseek,
     libc::SYS_mincore,
     libc::SYS_pread64,
+    // The tables of a qcow2 image that gets another size.
+    libc::SYS_pwrite64,
     libc::SYS_recvmsg,
     libc::SYS_sendmsg,
     libc::SYS_shutdown,
@@ -195,6 +197,7 @@ const DISK: &[c_long] = &[
     libc::SYS_preadv2,
     libc::SYS_pwrite64,
     libc::SYS_pwritev,
+    libc::SYS_pwritev2,
 ];
 
 /// Calls of the socket device: connections that exist, clients of its listener, the companion.

@@ -8,6 +8,7 @@ use ebb_agent::churn::Churn;
 use ebb_agent::clock::ClockReading;
 use ebb_agent::clock_watch::{ClockWatch, Rhythm};
 use ebb_agent::count::Count;
+use ebb_agent::disk_load;
 use ebb_agent::input::{Line, Lines};
 use ebb_agent::meminfo::MemInfo;
 use ebb_agent::memory::Mapping;
@@ -203,6 +204,9 @@ impl Agent {
             }
             Command::VsockExchange { port, connections, bytes } => {
                 return self.job(id, || document(&vsock::exchange(port, connections, bytes)));
+            }
+            Command::DiskLoad(load) => {
+                return self.job(id, move || document(&disk_load::run(&load)?));
             }
             Command::DropCaches => {
                 return self.job(id, || commands::write_file("/proc/sys/vm/drop_caches", "3"));

@@ -10,6 +10,7 @@ pub mod clock;
 pub mod clock_watch;
 pub mod command_line;
 pub mod count;
+pub mod disk_load;
 pub mod input;
 pub mod kernel_log;
 pub mod meminfo;

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::command_line::BalloonDriver;
+use crate::disk_load::DiskLoad;
 use crate::meminfo::MemInfo;
 use crate::page_faults::{FaultKind, TaskKind};
 use crate::vsock::Service;
@@ -65,6 +66,9 @@ pub enum Command {
         /// Seed of the order.
         seed: u64,
     },
+    /// Reads and writes a disk: see [`crate::disk_load`]. Result: a
+    /// [`crate::disk_load::LoadReport`].
+    DiskLoad(DiskLoad),
     /// Reads `/proc/meminfo`. Result: all values by name, in KiB.
     MemInfo,
     /// Reads `/proc/vmstat`. Result: all values by name.

@@ -251,6 +251,19 @@ fn a_snapshot_is_created_with_the_rights_of_the_client() {
 }
 
 #[test]
+fn disks_are_shown_and_resized() {
+    let machine = machine(Mood::Willing);
+    let shown = "1.0 GiB, raw; 12.0 KiB read, 0 B written, 0 B discarded, 0 errors";
+    assert_eq!(value(&machine.ctl("disks"), "disk0"), shown);
+    let table = machine.ctl("disks resize disk0");
+    assert_eq!(value(&table, "disk0"), shown.replace("1.0 GiB", "2.0 GiB"));
+    assert_eq!(machine.json("disks show")["disks"][0]["requests"]["reads"], 3);
+    assert!(machine.error("disks resize disk7").contains("device"));
+    assert!(machine.error("disks resize disk0 8G").contains("size_bytes"));
+    assert!(machine.error("disks resize disk0 2000T").contains("bytes"));
+}
+
+#[test]
 fn limits_are_shown_and_changed() {
     let machine = machine(Mood::Willing);
     assert_eq!(value(&machine.ctl("limits"), "disk0"), "no limit; 5 requests delayed");

@@ -16,6 +16,7 @@ mod boot;
 mod clock;
 mod clocks;
 mod devices;
+mod disks;
 mod driver;
 mod ends;
 mod exec;
@@ -62,7 +63,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 33] = [
+const TESTS: [&[Test]; 34] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -74,6 +75,7 @@ const TESTS: [&[Test]; 33] = [
     devices::TESTS,
     exec::TESTS,
     vsock::TESTS,
+    disks::TESTS,
     driver::TESTS,
     module::TESTS,
     module_recordings::TESTS,

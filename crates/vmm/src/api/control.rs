@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::balloon::{BalloonInfo, BalloonTarget, StatisticsDocument, StatisticsInterval};
+use super::disks::{DiskResize, DisksInfo};
 use super::free_pages::{FreePagesReport, FreePagesRequest};
 use super::limits::{LimitsChange, LimitsInfo};
 use super::merge::{MergeInfo, MergeSettings};
@@ -81,6 +82,10 @@ pub enum Operation {
     /// `PUT /balloon/free-pages`: asks the guest which of its pages are free; one request at a
     /// time.
     FreePages(FreePagesRequest),
+    /// `GET /disks`: the disks, with counts of their requests.
+    Disks,
+    /// `PUT /disks`: gives a disk the size of its image, and notifies the guest.
+    ResizeDisk(DiskResize),
     /// `GET /limits`: limits of devices' requests.
     Limits,
     /// `PUT /limits`: changes the limits of a device; requests that wait are considered again.
@@ -131,6 +136,7 @@ pub enum Document {
     Balloon(BalloonInfo),
     Statistics(StatisticsDocument),
     FreePages(FreePagesReport),
+    Disks(DisksInfo),
     Limits(LimitsInfo),
     Merge(Box<MergeInfo>),
     #[serde(skip)]

@@ -7,7 +7,7 @@
 //! | module | what |
 //! | --- | --- |
 //! | [`control`] | operations of a [`Machine`], and their results |
-//! | [`vm`], [`balloon`], [`free_pages`], [`limits`], [`merge`], [`migration`] | documents |
+//! | [`vm`], [`balloon`], [`disks`], [`free_pages`], [`limits`], [`merge`], [`migration`] | documents |
 //! | [`metrics`], [`prometheus`] | counters, and their text format |
 //! | [`http`] | bytes -> [`http::Request`], pure |
 //! | [`route`], [`fields`] | [`http::Request`] -> [`Operation`], pure |
@@ -24,6 +24,7 @@
 pub mod balloon;
 pub mod client;
 pub mod control;
+pub mod disks;
 pub mod fields;
 pub mod free_pages;
 pub mod http;
@@ -48,6 +49,7 @@ pub use balloon::*;
 pub use client::{Client, ClientError};
 pub use control::*;
 pub use descriptors::MAX_DESCRIPTORS;
+pub use disks::{DiskFormat, DiskInfo, DiskRequests, DiskResize, DisksInfo};
 pub use free_pages::*;
 pub use limits::*;
 pub use merge::*;

@@ -49,7 +49,7 @@ const fn route_to(method: Method, path: &'static str, build: Build) -> Route {
 }
 
 /// All routes.
-pub const ROUTES: [Route; 21] = [
+pub const ROUTES: [Route; 23] = [
     route_to(Method::Get, "/openapi.json", |request| plain(request, Operation::OpenApi)),
     route_to(Method::Get, "/vm", |request| plain(request, Operation::VmInfo)),
     route_to(Method::Put, "/vm/pause", |request| plain(request, Operation::Pause)),
@@ -72,6 +72,8 @@ pub const ROUTES: [Route; 21] = [
         with(request, Operation::SetStatisticsInterval)
     }),
     route_to(Method::Put, "/balloon/free-pages", free_pages),
+    route_to(Method::Get, "/disks", |request| plain(request, Operation::Disks)),
+    route_to(Method::Put, "/disks", |request| with(request, Operation::ResizeDisk)),
     route_to(Method::Get, "/limits", |request| plain(request, Operation::Limits)),
     route_to(Method::Put, "/limits", |request| with(request, Operation::SetLimits)),
     route_to(Method::Get, "/merge", |request| plain(request, Operation::Merge)),

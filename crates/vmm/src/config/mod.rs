@@ -9,7 +9,7 @@ pub mod merge;
 pub mod options;
 pub mod vsock;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ebb_guest_ram::{HugePages, Populate};
@@ -224,7 +224,21 @@ impl Default for BalloonDeviceConfig {
     }
 }
 
-/// A raw disk image.
+/// Format of a disk's image. It is never guessed: a guest could write the beginning of another
+/// format into its raw disk.
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum DiskFormat {
+    /// The disk's content.
+    #[default]
+    Raw,
+    /// QEMU's format, with tables of the parts that exist.
+    Qcow2,
+}
+
+/// A disk.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskConfig {
     /// Image file or block device.
@@ -232,6 +246,13 @@ pub struct DiskConfig {
     /// Refuse the guest's writes.
     #[serde(with = "as_bool")]
     pub readonly: Switch,
+    /// Format of the image.
+    #[serde(default)]
+    pub format: DiskFormat,
+    /// An image in the format qcow2 that takes the guest's writes; the image at `path` is then only
+    /// read, and can be the base of others.
+    #[serde(default)]
+    pub overlay: Option<PathBuf>,
     /// Bypass the host's page cache. Like the limits, a matter of the host of the moment.
     #[serde(skip)]
     pub direct: Switch,
@@ -239,6 +260,13 @@ pub struct DiskConfig {
     /// description.
     #[serde(skip)]
     pub limits: RateLimits,
+}
+
+impl DiskConfig {
+    /// The file that the guest's writes go to.
+    pub fn top(&self) -> &Path {
+        self.overlay.as_deref().unwrap_or(&self.path)
+    }
 }
 
 /// Backend of the guest's first serial line.
@@ -280,7 +308,8 @@ impl VmConfig {
     pub fn make_paths_absolute(&mut self) -> std::io::Result<()> {
         let boot = self.boot.iter_mut();
         let boot = boot.flat_map(|boot| [&mut boot.kernel].into_iter().chain(&mut boot.initrd));
-        let disks = self.disks.iter_mut().map(|disk| &mut disk.path);
+        let disks = self.disks.iter_mut();
+        let disks = disks.flat_map(|disk| [&mut disk.path].into_iter().chain(&mut disk.overlay));
         let vsock = self.vsock.iter_mut().map(|vsock| &mut vsock.path);
         for path in boot.chain(disks).chain(vsock).chain(&mut self.memory.merge.broker) {
             *path = std::path::absolute(&*path)?;

@@ -8,8 +8,8 @@ use ebb_guest_ram::{Backing, HugePages, Populate};
 use serde::de::DeserializeOwned;
 
 use super::{
-    BalloonDeviceConfig, ConfigError, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides,
-    NumaNodeConfig, RateLimits, SerialConfig, Switch,
+    BalloonDeviceConfig, ConfigError, DiskConfig, DiskFormat, MemoryConfig, MergeConfig,
+    MergeOverrides, NumaNodeConfig, RateLimits, SerialConfig, Switch,
 };
 use crate::isolation::CgroupConfig;
 use crate::size::ByteSize;
@@ -139,8 +139,8 @@ pub const BALLOON_FORM: &str = "off, or [size=0][,reporting=on|off][,hinting=on|
     [,deflate_on_oom=on|off][,poison=on|off][,statistics=on|off|SECONDS][,page_bitmap=on|off]\
     [,page_ranges=on|off][,host_requests=on|off][,verify_reports=on|off]";
 /// Form of `--disk`.
-pub const DISK_FORM: &str = "path=FILE[,readonly=on|off][,direct=on|off][,bandwidth=SIZE]\
-    [,bandwidth_burst=SIZE][,ops=N][,ops_burst=N]";
+pub const DISK_FORM: &str = "path=FILE[,readonly=on|off][,format=raw|qcow2][,overlay=FILE]\
+    [,direct=on|off][,bandwidth=SIZE][,bandwidth_burst=SIZE][,ops=N][,ops_burst=N]";
 /// Form of `--serial`.
 pub const SERIAL_FORM: &str =
     "tty, stdio, null or file=PATH[,max=SIZE][,bandwidth=SIZE][,bandwidth_burst=SIZE]";
@@ -276,10 +276,19 @@ impl FromStr for DiskConfig {
             ConfigError::new("--disk", "`path` is missing", format!("use {DISK_FORM}"))
         })?;
         let readonly = pairs.take_switch("readonly", Switch::Off)?;
+        let format: DiskFormat = pairs.take_word("format")?.unwrap_or_default();
+        let overlay = pairs.take("overlay").map(PathBuf::from);
         let direct = pairs.take_switch("direct", Switch::Off)?;
         let limits = RateLimits::take(&mut pairs)?;
         pairs.finish()?;
-        Ok(Self { path, readonly, direct, limits })
+        if direct.is_on() && (format != DiskFormat::Raw || overlay.is_some()) {
+            return Err(ConfigError::new(
+                "--disk",
+                "`direct=on` is for raw images",
+                "leave it out for the format qcow2 and for overlays",
+            ));
+        }
+        Ok(Self { path, readonly, format, overlay, direct, limits })
     }
 }
 

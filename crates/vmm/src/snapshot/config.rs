@@ -231,7 +231,7 @@ impl MachineConfig {
         }
         if disks {
             let shown = self.disks.iter().take(MOST_DISKS);
-            files.extend(shown.map(|disk| format!("the disk {}", quoted(&disk.path))));
+            files.extend(shown.map(|disk| format!("the disk {}", quoted(disk.top()))));
             let more = self.disks.len().saturating_sub(MOST_DISKS);
             files.extend((more > 0).then(|| format!("{more} more disks")));
             options.push(format!(

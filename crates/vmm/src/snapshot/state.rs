@@ -103,7 +103,7 @@ impl MachineState {
         });
         for (disk, saved) in disks.iter().zip(saved) {
             let Some(found) =
-                rustix::fs::stat(&disk.path).ok().and_then(|stat| modified_unix_ns(&stat))
+                rustix::fs::stat(disk.top()).ok().and_then(|stat| modified_unix_ns(&stat))
             else {
                 continue;
             };
@@ -113,7 +113,7 @@ impl MachineState {
                 None => found / 1_000_000 > self.created_unix_ms.saturating_add(2_000),
             };
             if changed {
-                return Err(SnapshotError::DiskChanged { path: disk.path.clone() });
+                return Err(SnapshotError::DiskChanged { path: disk.top().to_owned() });
             }
         }
         Ok(())

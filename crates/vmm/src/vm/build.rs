@@ -13,6 +13,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::control::ProcessMemory;
 use super::generation::Generation;
+use super::disks::NamedDisk;
 use super::limits::Throttled;
 use super::merge::Merging;
 use super::migration::description::capabilities;
@@ -150,6 +151,7 @@ pub(super) fn build(
             Some(assembly.add_virtio("balloon", BalloonDevice::new(balloon, ram.clone())?)?)
         }
     };
+    let mut disks = Vec::new();
     for (index, disk) in config.disks.iter().enumerate() {
         let lock =
             if matches!(origin, Origin::Migration(_)) { DiskLock::Later } else { DiskLock::Now };
@@ -158,7 +160,8 @@ pub(super) fn build(
         block
             .start_threads(&name, filters, exit)
             .map_err(VmError::host("start the threads of a disk"))?;
-        assembly.add_virtio(&name, block)?;
+        let transport = assembly.add_virtio(&name, block)?;
+        disks.push(NamedDisk { device: name, transport });
     }
     if let Some(limits) = config.rng {
         assembly.add_virtio("rng", Rng::new(ram.memory().clone(), limits))?;
@@ -193,6 +196,7 @@ pub(super) fn build(
         vsock,
         workers,
         devices: managed,
+        disks,
         throttled,
         cpuid,
         msrs,

@@ -58,6 +58,11 @@ impl Machine for Vm {
                 Document::Balloon(self.balloon_info()?)
             }
             Operation::FreePages(request) => return self.free_pages(request),
+            Operation::Disks => Document::Disks(self.disks()),
+            Operation::ResizeDisk(change) => {
+                self.resize_disk(&change)?;
+                Document::Disks(self.disks())
+            }
             Operation::Limits => Document::Limits(self.limits()),
             Operation::SetLimits(change) => {
                 self.set_limits(&change)?;

@@ -3,6 +3,7 @@
 mod balloon;
 mod build;
 mod control;
+mod disks;
 mod event_loop;
 mod free_pages;
 #[cfg(any(test, feature = "testing"))]
@@ -54,6 +55,7 @@ use crate::snapshot::state::InterruptControllers;
 
 use control::ProcessMemory;
 use generation::Generation;
+use disks::NamedDisk;
 use limits::Throttled;
 use merge::Merging;
 use migration::Migrations;
@@ -211,7 +213,9 @@ pub struct Vm {
     vsock: Option<VsockHandle>,
     /// All virtio devices in slot order.
     devices: Vec<Arc<Mutex<dyn ManagedDevice>>>,
-    /// Those of them whose requests can be limited.
+    /// Those of them that are disks.
+    disks: Vec<NamedDisk>,
+    /// Those whose requests can be limited.
     throttled: Vec<Throttled>,
     /// The processor as vCPU 0 sees it.
     cpuid: CpuId,

@@ -55,6 +55,8 @@ pub struct State {
     pub merge_run: MergeRun,
     /// The limits of the only device, `disk0`.
     pub limits: RateLimits,
+    /// Size of the only disk, `disk0`.
+    pub disk_bytes: u64,
 }
 
 /// All counters of merging.
@@ -188,6 +190,7 @@ impl TestVm {
             descriptors: None,
             merge_run: MergeRun::Merge,
             limits: RateLimits::default(),
+            disk_bytes: 1 << 30,
         };
         Self { shared: Arc::new(Shared { state: Mutex::new(state), asked: Condvar::new() }) }
     }
@@ -275,6 +278,11 @@ impl Machine for TestVm {
                 Document::Balloon(self.balloon()?)
             }
             Operation::FreePages(request) => return self.request_free_pages(request),
+            Operation::Disks => Document::Disks(self.disks()?),
+            Operation::ResizeDisk(change) => {
+                self.resize_disk(&change)?;
+                Document::Disks(self.disks()?)
+            }
             Operation::Limits => Document::Limits(self.limits()?),
             Operation::SetLimits(change) => {
                 self.set_limits(&change)?;
@@ -452,6 +460,28 @@ impl TestVm {
             }),
             statistics: Some(counted()),
         })
+    }
+
+    fn disks(&self) -> Result<DisksInfo, ControlError> {
+        let size_bytes = self.change(Needs::Nothing)?.disk_bytes;
+        let requests = DiskRequests { reads: 3, read_bytes: 12 << 10, ..DiskRequests::default() };
+        let disk = DiskInfo { device: "disk0".into(), size_bytes, requests, ..DiskInfo::default() };
+        Ok(DisksInfo { disks: vec![disk] })
+    }
+
+    fn resize_disk(&self, change: &DiskResize) -> Result<(), ControlError> {
+        let mut state = self.change(Needs::Nothing)?;
+        let invalid = |field: &'static str| {
+            Err(ControlError::Invalid { field, message: field.into(), remedy: None })
+        };
+        if change.device != "disk0" {
+            return invalid("device");
+        }
+        if change.size_bytes.is_some() {
+            return invalid("size_bytes");
+        }
+        state.disk_bytes *= 2;
+        Ok(())
     }
 
     fn limits(&self) -> Result<LimitsInfo, ControlError> {

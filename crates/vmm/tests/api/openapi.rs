@@ -37,6 +37,7 @@ fn schemas() -> Map<String, Value> {
     replies.subschema_for::<StatisticsDocument>();
     replies.subschema_for::<FreePagesReport>();
     replies.subschema_for::<MigrationStatus>();
+    replies.subschema_for::<DisksInfo>();
     replies.subschema_for::<LimitsInfo>();
     replies.subschema_for::<MergeInfo>();
     replies.subschema_for::<ErrorDocument>();
@@ -55,6 +56,7 @@ fn schemas() -> Map<String, Value> {
         request::<BalloonTarget>("BalloonTarget"),
         request::<StatisticsInterval>("StatisticsInterval"),
         request::<FreePagesRequest>("FreePagesRequest"),
+        request::<DiskResize>("DiskResize"),
         request::<LimitsChange>("LimitsChange"),
         request::<MergeSettings>("MergeChange"),
     ]);
@@ -71,7 +73,10 @@ fn tidy(schema: &mut Value) {
                 || members.get("type").is_some_and(|name| name == "object")
             {
                 for key in ["title", "format", "x-unit", "x-form", "x-conflicts-with"] {
-                    members.shift_remove(key);
+                    // An object is a field of that name.
+                    if !members.get(key).is_some_and(Value::is_object) {
+                        members.shift_remove(key);
+                    }
                 }
             }
             if let Some(Value::String(text)) = members.get_mut("description") {
@@ -151,6 +156,7 @@ fn provocation(method: &str, path: &str, status: &str) -> (Mood, &'static str, &
         ("PUT", "/balloon") => r#"{"target_bytes": 4096}"#,
         ("PUT", "/vm/snapshot") => r#"{"path": "/tmp/x"}"#,
         ("PUT", "/vm/migrate") => r#"{"to": "unix:/tmp/x"}"#,
+        ("PUT", "/disks") => r#"{"device": "disk0"}"#,
         ("PUT", "/limits") => r#"{"device": "disk0", "ops": 5}"#,
         ("PUT", "/merge") => r#"{"run": "stop"}"#,
         ("PUT", "/balloon/statistics-interval") => r#"{"interval_seconds": 1}"#,
@@ -215,6 +221,8 @@ fn no_status_is_undocumented() {
         r#"{"min_order": 18, "timeout_ms": 0}"#,
         r#"{"device": "disk9", "bandwidth": 1}"#,
         r#"{"device": "disk0", "ops_burst": 1}"#,
+        r#"{"device": "disk9"}"#,
+        r#"{"device": "disk0", "size_bytes": 512}"#,
         r#"{"to": ""}"#,
         r#"{"run": "unmerge", "cpu_percent": 10}"#,
         r#"{"run": "dance"}"#,

@@ -3,6 +3,7 @@
 use super::super::reply::Persistence;
 use super::*;
 use crate::api::balloon::{BalloonTarget, StatisticsInterval};
+use crate::api::disks::DiskResize;
 use crate::api::free_pages::FreePagesRequest;
 use crate::api::limits::{LimitsChange, RateLimits};
 use crate::api::merge::MergeRun;
@@ -44,6 +45,16 @@ fn finds_every_operation() {
             Operation::Snapshot(SnapshotTarget { path: "/a b/c".into() }),
         ),
         ("PUT", "/vm/kill", "\n", Operation::Kill),
+        ("GET", "/disks", "", Operation::Disks),
+        (
+            "PUT",
+            "/disks",
+            r#"{"device": "disk1", "size_bytes": 4096}"#,
+            Operation::ResizeDisk(DiskResize {
+                device: "disk1".to_owned(),
+                size_bytes: Some(4096),
+            }),
+        ),
         ("GET", "/limits", "", Operation::Limits),
         (
             "PUT",

@@ -6,7 +6,6 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -19,27 +18,27 @@ use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
 
 use super::state::DeviceState;
 use super::{HostEvents, VirtioDevice, Work, is_refused};
-use crate::config::{DiskConfig, Switch};
+use crate::api::disks::DiskInfo;
+use crate::config::{DiskConfig, DiskFormat, Switch};
 use crate::devices::throttle::{Admission, Throttle};
 use crate::exit::ExitSignal;
-use crate::file::{Access, open_image};
 use crate::seccomp::{Filters, ThreadKind};
 
 mod disk;
 mod guest_io;
+mod header;
 mod image;
 mod open;
 mod pool;
+mod qcow2;
 mod raw;
 mod request;
 
 use disk::{Disk, Done, Durability, to_sectors};
-use image::Image;
-use open::lock;
-pub use open::{DiskError, DiskLock, modified_unix_ns};
+pub use open::{DiskError, DiskLock, ResizeError, modified_unix_ns};
+use open::{Opened, lock};
 use pool::Pool;
 pub(crate) use raw::BLKDISCARD;
-use raw::Raw;
 use request::{Bounds, DISCARD_BYTES, DISCARD_RANGES, Request, Task, ZERO_BYTES, ZERO_RANGES};
 
 const DEVICE_ID: u32 = 2;
@@ -49,7 +48,8 @@ const SECTOR_BYTES: u64 = 512;
 const REQUESTS_A_CALL: usize = 16;
 /// Bytes transferred after which a call ends.
 const BYTES_A_CALL: u64 = 4 << 20;
-/// Largest read that the device's thread tries by itself, in bytes.
+/// Largest transfer that the device's thread tries by itself, in bytes: what the page cache can
+/// serve takes less time than handing it to another thread.
 const BYTES_AT_ONCE: u64 = 64 << 10;
 /// Requests in flight, from which on the queue waits. A guest that names a chain again before it
 /// was returned can have more requests than the queue has entries.
@@ -74,6 +74,8 @@ pub struct Block {
     pool: Option<Pool>,
     readonly: bool,
     path: PathBuf,
+    /// Path of the image that this one is an overlay of, if it is one.
+    base_path: PathBuf,
     queue: Option<Queue>,
     durability: Durability,
     /// The same image, opened once more for [`VirtioDevice::written_file`]; none if it is
@@ -91,36 +93,13 @@ impl Block {
         memory: GuestMemory,
         when: DiskLock,
     ) -> Result<Self, DiskError> {
-        let readonly = config.readonly.is_on();
-        let path = &config.path;
-        let open = |source| DiskError::Open { path: path.clone(), source };
-        let access = if readonly { Access::Read } else { Access::ReadWrite };
-        let file = open_image(path, access).map_err(open)?;
-        if when == DiskLock::Now {
-            lock(&file, path, config.readonly)?;
-        }
-        let again = format!("/proc/self/fd/{}", file.as_raw_fd());
-        let writeback = if readonly {
-            None
-        } else {
-            Some(open_image(again.as_ref(), Access::Read).map_err(open)?)
-        };
-        let mut raw = Raw::new(file);
-        if config.direct.is_on() {
-            let not_direct = |source| DiskError::NotDirect { path: path.clone(), source };
-            raw.use_direct().map_err(not_direct)?;
-        }
-        let image = Image::Raw(raw);
-        let bytes = image.size_bytes().map_err(open)?;
-        let block_bytes = image.block_bytes();
-        if !bytes.is_multiple_of(u64::from(block_bytes)) {
-            return Err(DiskError::OddSize { path: path.clone(), bytes, block_bytes });
-        }
+        let Opened { image, writeback, bytes } = Opened::new(config, when)?;
         Ok(Self {
             disk: Arc::new(Disk::new(image, memory, to_sectors(bytes), index)),
             pool: None,
-            readonly,
-            path: path.clone(),
+            readonly: config.readonly.is_on(),
+            path: config.top().to_owned(),
+            base_path: config.path.clone(),
             queue: None,
             durability: Durability::Flush,
             writeback,
@@ -141,6 +120,45 @@ impl Block {
     ) -> io::Result<()> {
         self.pool = Some(Pool::start(&self.disk, name, THREADS, filters, exit)?);
         Ok(())
+    }
+
+    /// The disk for the API, apart from its name.
+    pub fn info(&self) -> DiskInfo {
+        let disk = &self.disk;
+        DiskInfo {
+            device: String::new(),
+            format: disk.image.format(),
+            size_bytes: disk.sectors() * SECTOR_BYTES,
+            readonly: self.readonly,
+            direct: disk.image.is_direct(),
+            requests: disk.counters.requests(),
+        }
+    }
+
+    /// Gives the disk the size of its image, or its image a new size if the format has one of its
+    /// own. Returns the size in bytes; the caller notifies the driver.
+    ///
+    /// # Errors
+    /// The size cannot be used; the disk is unchanged.
+    pub fn resize(&mut self, size_bytes: Option<u64>) -> Result<u64, ResizeError> {
+        let image = &self.disk.image;
+        let known_bytes = self.disk.sectors() * SECTOR_BYTES;
+        let bytes = match (image.format(), size_bytes) {
+            (DiskFormat::Raw, Some(_)) => return Err(ResizeError::SizeOfRaw),
+            (DiskFormat::Raw, None) => image.size_bytes().map_err(ResizeError::Image)?,
+            (DiskFormat::Qcow2, None) => return Err(ResizeError::NoSize),
+            (DiskFormat::Qcow2, Some(bytes)) => bytes,
+        };
+        let block_bytes = image.block_bytes();
+        if !bytes.is_multiple_of(u64::from(block_bytes)) {
+            return Err(ResizeError::OddSize { bytes, block_bytes });
+        }
+        if bytes < known_bytes {
+            return Err(ResizeError::Shrinks { bytes, known_bytes });
+        }
+        image.grow(bytes).map_err(ResizeError::Image)?;
+        self.disk.set_sectors(to_sectors(bytes));
+        Ok(bytes)
     }
 
     fn bounds(&self) -> Bounds {
@@ -169,7 +187,7 @@ impl Block {
             return Some(self.disk.execute(&request, self.durability));
         };
         let at_once = if request.limited_bytes() <= BYTES_AT_ONCE {
-            self.disk.execute_at_once(&request)
+            self.disk.execute_at_once(&request, self.durability)
         } else {
             None
         };
@@ -340,6 +358,10 @@ impl VirtioDevice for Block {
     }
 
     fn save(&mut self) -> DeviceState {
+        // For those who copy the image along with the snapshot.
+        if let Err(error) = self.disk.image.write_tables() {
+            tracing::warn!("the disk {}: {error}", self.path.display());
+        }
         let stat = rustix::fs::fstat(self.disk.image.file());
         let modified_unix_ns = stat.ok().and_then(|stat| modified_unix_ns(&stat));
         DeviceState::Disk { sectors: self.disk.sectors(), modified_unix_ns }
@@ -355,17 +377,26 @@ impl VirtioDevice for Block {
         if !self.readonly {
             self.disk.image.flush().map_err(|error| failed(&error))?;
         }
-        rustix::fs::flock(self.disk.image.file(), FlockOperation::Unlock)
-            .map_err(|error| failed(&error))
+        let image = &self.disk.image;
+        for file in [image.file()].into_iter().chain(image.base_file()) {
+            rustix::fs::flock(file, FlockOperation::Unlock).map_err(|error| failed(&error))?;
+        }
+        Ok(())
     }
 
     fn acquire_exclusive(&mut self) -> Result<(), String> {
         let readonly = if self.readonly { Switch::On } else { Switch::Off };
-        let file = self.disk.image.file();
+        let image = &self.disk.image;
+        let file = image.file();
+        if let Some(base) = image.base_file() {
+            lock(base, &self.base_path, Switch::On).map_err(|error| error.to_string())?;
+        }
         lock(file, &self.path, readonly).map_err(|error| error.to_string())?;
         // Another host may have written to a shared device since this one read from it. Drops
         // clean pages only, and there are no others.
         rustix::fs::fadvise(file, 0, None, Advice::DontNeed)
+            .map_err(io::Error::from)
+            .and_then(|()| image.load())
             .map_err(|error| format!("the disk {}: {error}", self.path.display()))
     }
 

@@ -10,6 +10,7 @@ use super::SECTOR_BYTES;
 use super::guest_io::{Piece, scatter, split, total_bytes};
 use super::image::Image;
 use super::request::{Request, Status, Task, answer};
+use crate::api::disks::DiskRequests;
 
 /// What the threads of a disk share.
 pub(super) struct Disk {
@@ -78,10 +79,14 @@ impl Disk {
     }
 
     /// Executes a request if it need not wait for the disk.
-    pub fn execute_at_once(&self, request: &Request) -> Option<Done> {
+    pub fn execute_at_once(&self, request: &Request, durability: Durability) -> Option<Done> {
+        let failed = |_| Status::IoError;
         let result = match &request.task {
             Task::Read { offset, into } => {
-                self.image.read_cached(&self.memory, into, *offset)?.map_err(|_| Status::IoError)
+                self.image.read_at_once(&self.memory, into, *offset)?.map_err(failed)
+            }
+            Task::Write { offset, from } if durability == Durability::Flush => {
+                self.image.write_at_once(&self.memory, from, *offset)?.map_err(failed)
             }
             Task::Name(_) | Task::Refuse(_) => self.perform(&request.task, Durability::Flush),
             _ => return None,
@@ -143,6 +148,22 @@ impl Disk {
 }
 
 impl Counters {
+    pub fn requests(&self) -> DiskRequests {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        DiskRequests {
+            reads: get(&self.reads),
+            read_bytes: get(&self.read_bytes),
+            writes: get(&self.writes),
+            written_bytes: get(&self.written_bytes),
+            flushes: get(&self.flushes),
+            discards: get(&self.discards),
+            discarded_bytes: get(&self.discarded_bytes),
+            zeroes: get(&self.zeroes),
+            zeroed_bytes: get(&self.zeroed_bytes),
+            errors: get(&self.errors),
+        }
+    }
+
     fn count(&self, task: &Task, status: Status) {
         let add = |counter: &AtomicU64, number| {
             counter.fetch_add(number, Ordering::Relaxed);

@@ -77,13 +77,22 @@ pub(super) fn scatter(memory: &GuestMemory, pieces: &[Piece], mut buffer: &[u8])
     Ok(())
 }
 
-/// Whether a read may wait for the disk.
+/// Whether a transfer may wait for the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Waiting {
     Allowed,
-    /// Only what the page cache holds is read: otherwise the read fails with EAGAIN, or with
-    /// EOPNOTSUPP if the file system has no such reads (`RWF_NOWAIT` of preadv2(2)).
+    /// Only the page cache is used: otherwise the transfer fails with EAGAIN, or with EOPNOTSUPP
+    /// if the file system has no such transfers (`RWF_NOWAIT` of preadv2(2)).
     Refused,
+}
+
+impl Waiting {
+    fn flags(self) -> libc::c_int {
+        match self {
+            Self::Allowed => 0,
+            Self::Refused => libc::RWF_NOWAIT,
+        }
+    }
 }
 
 /// Fills the pieces with the file's content at `offset`.
@@ -98,10 +107,7 @@ pub(super) fn read(
     offset: u64,
     waiting: Waiting,
 ) -> io::Result<()> {
-    let flags = match waiting {
-        Waiting::Allowed => 0,
-        Waiting::Refused => libc::RWF_NOWAIT,
-    };
+    let flags = waiting.flags();
     transfer(memory, pieces, offset, |parts, count, offset| {
         // SAFETY: `parts` holds `count` entries, each a part of mapped guest memory: `memory` is
         // borrowed meanwhile, and no reference to its content exists in this process.
@@ -113,16 +119,18 @@ pub(super) fn read(
 /// Writes the pieces to the file at `offset`.
 ///
 /// # Errors
-/// Those of pwritev(2), and pieces outside of guest memory.
+/// Those of pwritev2(2), and pieces outside of guest memory.
 pub(super) fn write(
     memory: &GuestMemory,
     pieces: &[Piece],
     file: &File,
     offset: u64,
+    waiting: Waiting,
 ) -> io::Result<()> {
+    let flags = waiting.flags();
     transfer(memory, pieces, offset, |parts, count, offset| {
         // SAFETY: as in `read`; the kernel only reads this memory.
-        let bytes = unsafe { libc::pwritev(file.as_raw_fd(), parts, count, offset) };
+        let bytes = unsafe { libc::pwritev2(file.as_raw_fd(), parts, count, offset, flags) };
         (bytes, Log::Unchanged)
     })
 }

@@ -6,7 +6,10 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use proptest::prelude::*;
 use virtio_bindings::virtio_blk as blk;
 
+use std::path::Path;
+
 use super::driver::{Driver, ranges};
+use super::qcow2::Qcow2;
 use super::*;
 use crate::exit::ExitSignal;
 
@@ -39,7 +42,7 @@ fn step() -> impl Strategy<Value = Step> {
 
 /// Carries out the steps on the disk and on the model, in batches whose requests may overtake each
 /// other. A batch ends where two requests overlap, whose order is not defined.
-pub(super) fn agree(disk: &mut Block, driver: &mut Driver, model: &mut [u8], steps: &[Step]) {
+fn agree(disk: &mut Block, driver: &mut Driver, model: &mut [u8], steps: &[Step]) {
     let mut batch: Vec<(driver::Slot, Step)> = Vec::new();
     for step in steps {
         let (sector, sectors) = extent(step);
@@ -109,6 +112,19 @@ fn finish(
         match step {
             Step::Read { .. } => assert!(driver.data(slot, part.len()) == part, "{step:?}"),
             Step::Write { fill, .. } => part.copy_from_slice(&content(sector, sectors, fill)),
+            // Whole clusters only.
+            Step::Discard { .. } if disk.disk.image.format() == DiskFormat::Qcow2 => {
+                let cluster = header::CLUSTER_BYTES as usize;
+                let start = sector as usize * 512;
+                let begin = start.next_multiple_of(cluster);
+                let end = match start + part.len() {
+                    end if end == SECTORS as usize * 512 => end,
+                    end => end / cluster * cluster,
+                };
+                if begin < end {
+                    part[begin - start..end - start].fill(0);
+                }
+            }
             Step::Discard { .. } | Step::Zero { .. } => part.fill(0),
             Step::Flush => {}
         }
@@ -116,7 +132,7 @@ fn finish(
 }
 
 /// The whole content, as the guest reads it.
-pub(super) fn read_all(disk: &mut Block, driver: &mut Driver, bytes: usize) -> Vec<u8> {
+fn read_all(disk: &mut Block, driver: &mut Driver, bytes: usize) -> Vec<u8> {
     let mut all = Vec::new();
     while all.len() < bytes {
         let sectors = ((bytes - all.len()) as u64 / 512).min(256);
@@ -170,6 +186,198 @@ proptest! {
         check(&DiskConfig { path, direct, ..DiskConfig::default() }, threads, &steps);
         prop_assert_eq!(file.metadata().unwrap().len(), SECTORS * 512);
     }
+}
+
+/// What is under an overlay: none, a raw image, another qcow2 image.
+fn bases() -> impl Strategy<Value = Option<DiskFormat>> {
+    prop_oneof![Just(None), Just(Some(DiskFormat::Raw)), Just(Some(DiskFormat::Qcow2))]
+}
+
+fn new_qcow2(path: &Path) {
+    let file = File::create_new(path).unwrap();
+    drop(file);
+    let file = File::options().read(true).write(true).open(path).unwrap();
+    Qcow2::create(file, SECTORS * 512, None).unwrap();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    #[test]
+    fn a_qcow2_disk_is_an_array_of_bytes(
+        base in bases(),
+        before in prop::collection::vec(step(), 0..20),
+        steps in prop::collection::vec(step(), 1..60),
+        threads: bool,
+    ) {
+        let directory = tempfile::tempdir().unwrap();
+        let (path, file) = image(&directory);
+        let mut model = vec![0; (SECTORS * 512) as usize];
+        if base != Some(DiskFormat::Raw) {
+            std::fs::remove_file(&path).unwrap();
+            new_qcow2(&path);
+        }
+        let format = base.unwrap_or(DiskFormat::Qcow2);
+        let mut config = DiskConfig { path: path.clone(), format, ..DiskConfig::default() };
+        let run = |config: &DiskConfig, model: &mut [u8], steps: &[Step]| {
+            let mut driver = Driver::new();
+            let mut disk = Block::open(config, 0, driver.memory.clone(), DiskLock::Now).unwrap();
+            start(&mut disk, threads);
+            agree(&mut disk, &mut driver, model, steps);
+            assert!(read_all(&mut disk, &mut driver, model.len()) == model);
+            // The file has everything, without the end of the device.
+            disk.save();
+            disk.release_exclusive().unwrap();
+        };
+        run(&config, &mut model, &before);
+        let below = std::fs::read(&path).unwrap();
+        if base.is_some() {
+            config.overlay = Some(directory.path().join("overlay"));
+        }
+        run(&config, &mut model, &steps);
+        // Another device finds the same.
+        run(&config, &mut model, &[]);
+        if base.is_some() {
+            prop_assert!(std::fs::read(&path).unwrap() == below, "the base has changed");
+        }
+        drop(file);
+    }
+}
+
+/// The clusters that a guest discards are holes, and are used again.
+#[test]
+fn discarded_clusters_are_holes() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("image");
+    new_qcow2(&path);
+    let mut driver = Driver::new();
+    let config =
+        DiskConfig { path: path.clone(), format: DiskFormat::Qcow2, ..DiskConfig::default() };
+    let mut disk = Block::open(&config, 0, driver.memory.clone(), DiskLock::Now).unwrap();
+    start(&mut disk, true);
+    let blocks = || path.metadata().unwrap().blocks();
+    let empty = blocks();
+    for round in 0..3 {
+        let status = driver.request(&mut disk, blk::VIRTIO_BLK_T_OUT, 0, &[7; 256 << 10]);
+        assert_eq!(status, blk::VIRTIO_BLK_S_OK);
+        assert_eq!(driver.request(&mut disk, blk::VIRTIO_BLK_T_FLUSH, 0, &[]), 0);
+        assert!(blocks() >= empty + 512, "{empty} {}", blocks());
+        let all = ranges(&[(0, 512, 0)]);
+        assert_eq!(driver.request(&mut disk, blk::VIRTIO_BLK_T_DISCARD, 0, &all), 0);
+        assert_eq!(driver.request(&mut disk, blk::VIRTIO_BLK_T_FLUSH, 0, &[]), 0);
+        assert!(blocks() < empty + 512, "round {round}: {empty} {}", blocks());
+    }
+    assert!(path.metadata().unwrap().len() < 2 << 20);
+}
+
+#[test]
+fn images_are_locked_in_all_formats_and_shared_read_only() {
+    let directory = tempfile::tempdir().unwrap();
+    let (base, _file) = image(&directory);
+    let memory = Driver::new().memory;
+    let open = |text: String| {
+        let config: DiskConfig = text.parse().unwrap();
+        Block::open(&config, 0, memory.clone(), DiskLock::Now)
+    };
+    let base = base.display();
+    let overlay = |name: &str| directory.path().join(name).display().to_string();
+    let error = |text: String| open(text).err().unwrap().to_string();
+    // Two overlays share their base, which has no writer meanwhile.
+    let first = open(format!("path={base},overlay={}", overlay("one"))).unwrap();
+    let second = open(format!("path={base},overlay={}", overlay("two"))).unwrap();
+    assert!(error(format!("path={base}")).contains("in use"));
+    assert!(error(format!("path={base},overlay={}", overlay("two"))).contains("in use"));
+    let again = format!("path={base},overlay={},readonly=on", overlay("two"));
+    assert!(error(again.clone()).contains("in use"));
+    drop((first, second));
+    let _readers = [open(again.clone()).unwrap(), open(again).unwrap()];
+    // An overlay is not a disk of its own, and its base is not opened because it names it.
+    let alone = format!("path={},format=qcow2", overlay("one"));
+    assert!(error(alone).contains("overlay of another image"));
+    // Formats are not guessed.
+    let raw = open(format!("path={}", overlay("one"))).unwrap();
+    assert_eq!(raw.info().format, DiskFormat::Raw);
+    assert!(error(format!("path={base},format=qcow2,readonly=on")).contains("not a qcow2"));
+    drop(raw);
+    let plain = overlay("plain");
+    new_qcow2(Path::new(&plain));
+    let wrong = format!("path={base},overlay={plain}");
+    assert!(error(wrong).contains("not an overlay"));
+    let missing = overlay("missing");
+    assert!(!Path::new(&missing).exists());
+    let nothing = format!("path=/nothing,overlay={missing}");
+    assert!(error(nothing).contains("/nothing") && !Path::new(&missing).exists());
+}
+
+/// The monitor of the source writes to the image until this one acquires it.
+#[test]
+fn an_acquired_qcow2_image_is_read_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("image");
+    new_qcow2(&path);
+    let config = DiskConfig { path, format: DiskFormat::Qcow2, ..DiskConfig::default() };
+    let (mut there, mut here) = (Driver::new(), Driver::new());
+    let mut source = Block::open(&config, 0, there.memory.clone(), DiskLock::Now).unwrap();
+    let mut destination = Block::open(&config, 0, here.memory.clone(), DiskLock::Later).unwrap();
+    assert_eq!(destination.disk_bytes(), source.disk_bytes());
+    start(&mut source, true);
+    start(&mut destination, true);
+    for round in 0..3_u8 {
+        let sector = u64::from(round) * 128;
+        let kind = blk::VIRTIO_BLK_T_OUT;
+        assert_eq!(there.request(&mut source, kind, sector, &[round + 1; 4096]), 0);
+    }
+    let error = here.request(&mut destination, blk::VIRTIO_BLK_T_IN, 0, &[0; 512]);
+    assert_eq!(error, blk::VIRTIO_BLK_S_IOERR);
+    assert!(destination.acquire_exclusive().unwrap_err().contains("in use"));
+    source.release_exclusive().unwrap();
+    destination.acquire_exclusive().unwrap();
+    for round in 0..3_u8 {
+        let slot = here.submit(blk::VIRTIO_BLK_T_IN, u64::from(round) * 128, &[0; 4096]);
+        here.complete(&mut destination);
+        assert_eq!(here.data(slot, 4096), [round + 1; 4096]);
+    }
+}
+
+#[test]
+fn disks_grow_with_their_images() {
+    let directory = tempfile::tempdir().unwrap();
+    let (path, file) = image(&directory);
+    let mut driver = Driver::new();
+    let config = DiskConfig { path, ..DiskConfig::default() };
+    let mut disk = Block::open(&config, 0, driver.memory.clone(), DiskLock::Now).unwrap();
+    start(&mut disk, true);
+    let old = SECTORS * 512;
+    assert_eq!(disk.resize(None).unwrap(), old);
+    assert!(matches!(disk.resize(Some(old * 2)), Err(ResizeError::SizeOfRaw)));
+    file.set_len(old * 2 + 100).unwrap();
+    assert!(matches!(disk.resize(None), Err(ResizeError::OddSize { .. })));
+    file.set_len(old - 512).unwrap();
+    assert!(matches!(disk.resize(None), Err(ResizeError::Shrinks { .. })));
+    file.set_len(old * 2).unwrap();
+    let last = old * 2 / 512 - 1;
+    let kind = blk::VIRTIO_BLK_T_OUT;
+    assert_eq!(driver.request(&mut disk, kind, last, &[1; 512]), blk::VIRTIO_BLK_S_IOERR);
+    assert_eq!(disk.resize(None).unwrap(), old * 2);
+    assert_eq!(driver.request(&mut disk, kind, last, &[1; 512]), blk::VIRTIO_BLK_S_OK);
+    let mut capacity = [0; 8];
+    disk.read_config(0, &mut capacity);
+    assert_eq!(u64::from_le_bytes(capacity), last + 1);
+
+    let path = directory.path().join("qcow2");
+    new_qcow2(&path);
+    let config = DiskConfig { path, format: DiskFormat::Qcow2, ..DiskConfig::default() };
+    let mut disk = Block::open(&config, 0, driver.memory.clone(), DiskLock::Now).unwrap();
+    assert!(matches!(disk.resize(None), Err(ResizeError::NoSize)));
+    assert!(matches!(disk.resize(Some(512)), Err(ResizeError::Shrinks { .. })));
+    let large = 3 << 40;
+    assert_eq!(disk.resize(Some(large)).unwrap(), large);
+    drop(disk);
+    let mut driver = Driver::new();
+    let mut disk = Block::open(&config, 0, driver.memory.clone(), DiskLock::Now).unwrap();
+    assert_eq!(disk.disk_bytes(), Some(large));
+    start(&mut disk, false);
+    assert_eq!(driver.request(&mut disk, kind, large / 512 - 1, &[1; 512]), 0);
 }
 
 #[test]

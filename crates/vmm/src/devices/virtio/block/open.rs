@@ -2,13 +2,20 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FileType, FlockOperation, Stat};
 use thiserror::Error;
 
-use crate::config::Switch;
+use super::SECTOR_BYTES;
+use super::image::Image;
+use super::qcow2::{Base, Qcow2};
+use super::raw::Raw;
+use crate::config::{DiskConfig, DiskFormat, Switch};
+use crate::file::{Access, open_image};
 
 /// Time for which a block device that another process has locked is tried again: udev locks each
 /// one for a moment while it reads its tables (systemd's "Locking Block Device Access").
@@ -55,6 +62,14 @@ pub enum DiskError {
         /// The size of a block in bytes.
         block_bytes: u32,
     },
+    /// It is not an image of its format, or one that cannot be used.
+    #[error("cannot use the qcow2 image {}: {source}", path.display())]
+    Format {
+        /// The image.
+        path: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
     /// Its file system cannot bypass the page cache.
     #[error(
         "the disk {} cannot be read without the page cache: {source}; leave out direct=on",
@@ -66,6 +81,125 @@ pub enum DiskError {
         /// The system's error.
         source: io::Error,
     },
+}
+
+/// A disk's image, and what else its device has of it.
+pub(super) struct Opened {
+    pub image: Image,
+    /// See [`Block`](super::Block).
+    pub writeback: Option<File>,
+    /// Size of the disk.
+    pub bytes: u64,
+}
+
+impl Opened {
+    /// Opens the files of a disk with the rights of this process, and locks them or not yet.
+    pub fn new(config: &DiskConfig, when: DiskLock) -> Result<Self, DiskError> {
+        let path = config.top();
+        let open = |source| DiskError::Open { path: path.to_owned(), source };
+        let base = config.overlay.as_ref().map(|_| open_base(config, when)).transpose()?;
+        let access = if config.readonly.is_on() { Access::Read } else { Access::ReadWrite };
+        let file = match (open_image(path, access), &base) {
+            (Err(error), Some(base))
+                if error.kind() == io::ErrorKind::NotFound && when == DiskLock::Now =>
+            {
+                create_overlay(path, &config.path, base).map_err(open)?
+            }
+            (result, _) => result.map_err(open)?,
+        };
+        if when == DiskLock::Now {
+            lock(&file, path, config.readonly)?;
+        }
+        let again = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let writeback = if config.readonly.is_on() {
+            None
+        } else {
+            Some(open_image(again.as_ref(), Access::Read).map_err(open)?)
+        };
+        let image = if base.is_some() || config.format == DiskFormat::Qcow2 {
+            let format = |source| DiskError::Format { path: path.to_owned(), source };
+            let qcow2 = Qcow2::new(file, base, config.readonly.is_on()).map_err(format)?;
+            if when == DiskLock::Now {
+                qcow2.load().map_err(format)?;
+            }
+            Image::Qcow2(qcow2)
+        } else {
+            let mut raw = Raw::new(file);
+            if config.direct.is_on() {
+                let not_direct = |source| DiskError::NotDirect { path: path.to_owned(), source };
+                raw.use_direct().map_err(not_direct)?;
+            }
+            Image::Raw(raw)
+        };
+        let bytes = image.size_bytes().map_err(open)?;
+        let block_bytes = image.block_bytes();
+        if !bytes.is_multiple_of(u64::from(block_bytes)) {
+            return Err(DiskError::OddSize { path: path.to_owned(), bytes, block_bytes });
+        }
+        Ok(Self { image, writeback, bytes })
+    }
+}
+
+/// Opens the image that an overlay is on top of. Others may read it meanwhile.
+fn open_base(config: &DiskConfig, when: DiskLock) -> Result<Base, DiskError> {
+    let path = &config.path;
+    let open = |source| DiskError::Open { path: path.clone(), source };
+    let file = open_image(path, Access::Read).map_err(open)?;
+    if when == DiskLock::Now {
+        lock(&file, path, Switch::On)?;
+    }
+    let file = Arc::new(file);
+    let base = match config.format {
+        DiskFormat::Raw => Base::Raw(file),
+        DiskFormat::Qcow2 => Base::Qcow2(file),
+    };
+    let bytes =
+        base.size_bytes().map_err(|source| DiskError::Format { path: path.clone(), source })?;
+    if !bytes.is_multiple_of(SECTOR_BYTES) {
+        let block_bytes = SECTOR_BYTES as u32;
+        return Err(DiskError::OddSize { path: path.clone(), bytes, block_bytes });
+    }
+    Ok(base)
+}
+
+/// Makes a new overlay. An incomplete one is removed.
+fn create_overlay(path: &Path, base_path: &Path, base: &Base) -> io::Result<File> {
+    let base_path = std::path::absolute(base_path)?;
+    let file = File::options().read(true).write(true).create_new(true).open(path)?;
+    let created = file
+        .try_clone()
+        .and_then(|file| Qcow2::create(file, base.size_bytes()?, Some((&base_path, base))));
+    created.inspect_err(|_| drop(std::fs::remove_file(path))).map(|()| file)
+}
+
+/// Why a disk cannot have another size.
+#[derive(Debug, Error)]
+pub enum ResizeError {
+    /// The guest may have data in what would be lost.
+    #[error("the image has {bytes} bytes, less than the {known_bytes} that the guest knows")]
+    Shrinks {
+        /// The new size.
+        bytes: u64,
+        /// The size that the guest knows.
+        known_bytes: u64,
+    },
+    /// The size is not a whole number of blocks.
+    #[error("{bytes} bytes are not a multiple of {block_bytes}")]
+    OddSize {
+        /// The new size.
+        bytes: u64,
+        /// The size of a block.
+        block_bytes: u32,
+    },
+    /// A raw image was given a size.
+    #[error("a raw disk has the size of its image")]
+    SizeOfRaw,
+    /// A qcow2 image was given none.
+    #[error("the size of a qcow2 image is part of it, and is changed by the monitor")]
+    NoSize,
+    /// The image's size cannot be read or changed.
+    #[error("the size of its image: {0}")]
+    Image(io::Error),
 }
 
 /// When a disk is locked against other processes.

@@ -36,8 +36,12 @@ pub(super) struct Raw {
     no_holes: AtomicBool,
     /// It has no command for ranges of zeros.
     no_zeros: AtomicBool,
-    /// It cannot refuse to wait.
-    always_waits: AtomicBool,
+    /// Never waits for a disk: the file is in memory.
+    in_memory: bool,
+    /// Reads cannot refuse to wait.
+    reads_wait: AtomicBool,
+    /// Writes cannot refuse to wait.
+    writes_wait: AtomicBool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,13 +54,17 @@ impl Raw {
     /// An image behind the page cache.
     pub fn new(file: File) -> Self {
         let target = if is_block_device(&file) { Target::Device } else { Target::File };
+        let in_memory =
+            rustix::fs::fstatfs(&file).is_ok_and(|system| system.f_type == libc::TMPFS_MAGIC);
         Self {
             file,
             target,
             direct_block_bytes: None,
             no_holes: AtomicBool::new(false),
             no_zeros: AtomicBool::new(false),
-            always_waits: AtomicBool::new(false),
+            in_memory,
+            reads_wait: AtomicBool::new(false),
+            writes_wait: AtomicBool::new(false),
         }
     }
 
@@ -115,19 +123,45 @@ impl Raw {
 
     /// Like [`read`](Self::read) for what the page cache holds; `None` if it must wait for the
     /// disk.
-    pub fn read_cached(
+    pub fn read_at_once(
         &self,
         memory: &GuestMemory,
         pieces: &[Piece],
         offset: u64,
     ) -> Option<io::Result<()>> {
-        if self.is_direct() || self.always_waits.load(Ordering::Relaxed) {
+        self.at_once(&self.reads_wait, |waiting| {
+            guest_io::read(memory, pieces, &self.file, offset, waiting)
+        })
+    }
+
+    /// Like [`write`](Self::write) if the page cache has room; `None` if it must wait for the disk,
+    /// where a part may be written.
+    pub fn write_at_once(
+        &self,
+        memory: &GuestMemory,
+        pieces: &[Piece],
+        offset: u64,
+    ) -> Option<io::Result<()>> {
+        self.at_once(&self.writes_wait, |waiting| {
+            guest_io::write(memory, pieces, &self.file, offset, waiting)
+        })
+    }
+
+    fn at_once(
+        &self,
+        always_waits: &AtomicBool,
+        transfer: impl FnOnce(Waiting) -> io::Result<()>,
+    ) -> Option<io::Result<()>> {
+        if self.is_direct() || always_waits.load(Ordering::Relaxed) {
             return None;
         }
-        match guest_io::read(memory, pieces, &self.file, offset, Waiting::Refused) {
+        if self.in_memory {
+            return Some(transfer(Waiting::Allowed));
+        }
+        match transfer(Waiting::Refused) {
             Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => None,
             Err(error) if is_unsupported(&error) => {
-                self.always_waits.store(true, Ordering::Relaxed);
+                always_waits.store(true, Ordering::Relaxed);
                 None
             }
             result => Some(result),
@@ -136,7 +170,7 @@ impl Raw {
 
     pub fn write(&self, memory: &GuestMemory, pieces: &[Piece], offset: u64) -> io::Result<()> {
         if self.direct_block_bytes.is_none() {
-            return guest_io::write(memory, pieces, &self.file, offset);
+            return guest_io::write(memory, pieces, &self.file, offset, Waiting::Allowed);
         }
         self.check_alignment(pieces, offset)?;
         buffered(pieces, |pieces, done, buffer| {

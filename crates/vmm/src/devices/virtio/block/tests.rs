@@ -8,6 +8,8 @@ use rustix::mm::{MapFlags, ProtFlags};
 use virtio_queue::QueueT;
 use vm_memory::{Bytes, GuestAddress};
 
+use super::image::Image;
+use super::raw::Raw;
 use super::*;
 use crate::config::RateLimits;
 use std::os::unix::fs::FileExt as _;

@@ -1,0 +1,207 @@
+//! Disks: discarding, other sizes, several requests at a time, and what becomes of those in flight
+//! when a machine is saved or moved.
+
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::path::Path;
+
+use ebb_agent::disk_load::{DiskLoad, LoadKind, LoadReport};
+use ebb_agent::protocol::Command;
+use ebb_vmm::api::{DiskInfo, DiskResize, DisksInfo};
+
+use crate::guest::{Guest, MIB};
+use crate::harness::{Scene, Test, eventually, when};
+use crate::moved::{Receive, Route, move_to};
+use crate::saved::Restore;
+use crate::setup::Setup;
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("disks::discard_zero_and_resize", 180, discard_zero_and_resize),
+    Test::new("disks::requests_in_flight", 300, requests_in_flight),
+    Test::new("disks::measure", 560, measure),
+];
+
+/// Runs a command line in the guest; returns whether it succeeded, and its output.
+fn shell(guest: &Guest, line: &str) -> (bool, String) {
+    let argv = ["/bin/busybox", "sh", "-c", line].map(str::to_owned).to_vec();
+    let result = guest.run(Command::Exec { argv });
+    (result["code"] == 0, result.to_string())
+}
+
+/// Runs one that must succeed.
+#[track_caller]
+fn succeed(guest: &Guest, line: &str) {
+    let (success, output) = shell(guest, line);
+    assert!(success, "{line}: {output}");
+}
+
+fn disk0(guest: &Guest) -> DiskInfo {
+    let mut info: DisksInfo = guest.client().get("/disks").unwrap();
+    info.disks.remove(0)
+}
+
+fn resize(guest: &Guest, size_bytes: Option<u64>) -> Result<DiskInfo, String> {
+    let change = DiskResize { device: "disk0".to_owned(), size_bytes };
+    let info: Result<DisksInfo, _> = guest.client().put_json("/disks", &change);
+    info.map(|mut info| info.disks.remove(0)).map_err(|error| error.to_string())
+}
+
+fn stored_bytes(path: &Path) -> u64 {
+    fs::metadata(path).unwrap().blocks() * 512
+}
+
+/// What the guest discards is a hole in the image, and a grown image is a larger disk.
+fn discard_zero_and_resize(scene: &Scene) {
+    let path = scene.path("disk");
+    fs::write(&path, vec![0x5a; 16 << 20]).unwrap();
+    let guest = Setup::new(scene).args(["--disk", &format!("path={}", path.display())]).start();
+    assert_eq!(stored_bytes(&path), 16 * MIB);
+    succeed(&guest, "blkdiscard -o 1048576 -l 4194304 /dev/vda");
+    assert_eq!(stored_bytes(&path), 12 * MIB);
+    guest.run(Command::DropCaches);
+    succeed(
+        &guest,
+        "dd if=/dev/vda bs=1M skip=1 count=4 | cmp -n 4194304 - /dev/zero && \
+         test \"$(head -c 3 /dev/vda)\" = ZZZ",
+    );
+    let content = fs::read(&path).unwrap();
+    assert!(content[..1 << 20].iter().all(|byte| *byte == 0x5a));
+    assert!(content[1 << 20..5 << 20].iter().all(|byte| *byte == 0));
+    assert!(content[5 << 20..8 << 20].iter().all(|byte| *byte == 0x5a));
+    let info = disk0(&guest);
+    assert_eq!((info.size_bytes, info.requests.discarded_bytes), (16 * MIB, 4 * MIB), "{info:?}");
+    assert!(info.requests.reads > 0 && info.requests.errors == 0, "{info:?}");
+
+    // Nothing changes before the owner of the image has enlarged it.
+    assert_eq!(resize(&guest, None).unwrap().size_bytes, 16 * MIB);
+    let image = File::options().write(true).open(&path).unwrap();
+    image.set_len(24 * MIB).unwrap();
+    assert_eq!(resize(&guest, None).unwrap().size_bytes, 24 * MIB);
+    let sectors = (24 * MIB / 512).to_string();
+    eventually("the guest sees the new size", 20, || {
+        let seen = guest.read_file("/sys/block/vda/size");
+        when(seen.trim() == sectors, || seen.clone())
+    });
+    succeed(&guest, "echo end | dd of=/dev/vda bs=512 seek=49151 conv=notrunc,sync,fsync");
+    let mut last = [0; 3];
+    image.read_at(&mut last, 24 * MIB - 512).ok();
+    let content = fs::read(&path).unwrap();
+    assert_eq!(&content[content.len() - 512..][..3], b"end");
+    // Refused, and nothing changes.
+    let error = resize(&guest, Some(32 * MIB)).unwrap_err();
+    assert!(error.contains("raw"), "{error}");
+    image.set_len(20 * MIB).unwrap();
+    let error = resize(&guest, None).unwrap_err();
+    assert!(error.contains("less than") && error.contains("enlarge"), "{error}");
+    assert_eq!(disk0(&guest).size_bytes, 24 * MIB);
+    // The missing part answers with errors; the machine and the rest of the disk go on.
+    guest.run(Command::DropCaches);
+    assert!(!shell(&guest, "dd if=/dev/vda of=/dev/null bs=4096 skip=5632 count=1").0);
+    succeed(&guest, "test \"$(head -c 3 /dev/vda)\" = ZZZ");
+    assert!(disk0(&guest).requests.errors > 0);
+    guest.end();
+}
+
+/// Threads that write, read back and compare, while the machine is paused, saved, restored and
+/// migrated.
+fn requests_in_flight(scene: &Scene) {
+    let (path, file) = (scene.path("disk"), scene.path("vm.snapshot"));
+    File::create(&path).unwrap().set_len(64 * MIB).unwrap();
+    let disk = format!("path={}", path.display());
+    let mut guest =
+        Setup::new(scene).memory("size=256M").args(["--cpus", "2", "--disk", &disk]).start();
+    let load = |blocks| {
+        Command::DiskLoad(DiskLoad {
+            path: "/dev/vda".to_owned(),
+            kind: LoadKind::WriteAndCheck,
+            threads: 8,
+            block_bytes: 16 << 10,
+            span_bytes: 64 * MIB,
+            blocks,
+        })
+    };
+    let check = |guest: &mut Guest, id| {
+        let report: LoadReport = serde_json::from_value(guest.outcome(id).unwrap()).unwrap();
+        assert_eq!(report.wrong_blocks, 0, "{report:?}");
+    };
+    let job = guest.send(load(400));
+    guest.wait_started(job);
+    for _ in 0..5 {
+        guest.put("/vm/pause");
+        guest.put("/vm/resume");
+    }
+    check(&mut guest, job);
+    let job = guest.send(load(400));
+    guest.wait_started(job);
+    let before = disk0(&guest).requests.writes;
+    eventually("it writes", 30, || {
+        when(disk0(&guest).requests.writes > before + 50, || "too few writes".to_owned())
+    });
+    guest.save_and_end(&file);
+
+    let mut guest = Restore::new(scene, &file).args(["--disk", &disk]).start();
+    let second = Receive::new(scene, "second", Route::Unix).args(["--disk", &disk]);
+    let (moved, _) = move_to(second, guest, [""; 0]);
+    guest = moved;
+    check(&mut guest, job);
+    let job = guest.send(load(20));
+    check(&mut guest, job);
+    let info = disk0(&guest);
+    assert!(info.requests.errors == 0 && info.requests.writes >= 160, "{info:?}");
+    guest.end();
+}
+
+fn measure(scene: &Scene) {
+    let path = scene.path("disk");
+    let chunk: Vec<u8> = (0..1 << 20).map(|i: u32| (i * 7 / 3) as u8).collect();
+    let out = File::create(&path).unwrap();
+    for i in 0..128 {
+        out.write_at(&chunk, i << 20).unwrap();
+    }
+    let disk = format!("path={}", path.display());
+    for round in 0..2 {
+        for (name, program) in [("old", &scene.world.planted_ebb), ("new", &scene.world.ebb)] {
+            let setup =
+                Setup::new(scene).memory("size=256M").args(["--cpus", "2", "--disk", &disk]);
+            let mut command = std::process::Command::new(program);
+            command.args(setup.program().get_args());
+            let mut guest = Guest::spawn(command, scene.path("api"), &scene.guests());
+            guest.wait_api();
+            guest.wait_ready(1);
+            for (kind, threads, block_bytes, blocks) in [
+                (LoadKind::RandomRead, 1, 4096, 2000),
+                (LoadKind::RandomRead, 8, 4096, 500),
+                (LoadKind::SequentialRead, 1, 1 << 20, 128),
+                (LoadKind::SequentialRead, 4, 1 << 20, 64),
+                (LoadKind::WriteAndCheck, 4, 4096, 300),
+            ] {
+                let load = DiskLoad {
+                    path: "/dev/vda".to_owned(),
+                    kind,
+                    threads,
+                    block_bytes,
+                    span_bytes: 128 * MIB,
+                    blocks,
+                };
+                let report: LoadReport =
+                    serde_json::from_value(guest.run(Command::DiskLoad(load))).unwrap();
+                eprintln!(
+                    "MEASURE {round} {name} {kind:?} threads={threads} block={block_bytes}: {:.0} blocks/s, {:.1} MiB/s",
+                    report.blocks as f64 / report.seconds,
+                    report.blocks as f64 * block_bytes as f64 / report.seconds / (1 << 20) as f64,
+                );
+            }
+            let status = fs::read_to_string(format!("/proc/{}/smaps_rollup", guest.pid())).unwrap();
+            eprintln!(
+                "MEASURE {round} {name} {}",
+                status
+                    .lines()
+                    .filter(|l| l.starts_with("Private_Dirty") || l.starts_with("Rss"))
+                    .collect::<Vec<_>>()
+                    .join(" ")
+            );
+            guest.end();
+        }
+    }
+}
