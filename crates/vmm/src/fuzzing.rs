@@ -23,6 +23,7 @@ use crate::config::{
 use crate::devices::throttle::{Admission, Throttle};
 use crate::isolation::CgroupConfig;
 
+pub use crate::devices::virtio::block::fuzz_qcow2_images as qcow2_images;
 pub use crate::isolation::{
     fuzz_companion_replies as companion_replies, fuzz_companion_requests as companion_requests,
 };
@@ -32,11 +33,12 @@ pub use crate::vm::fuzz_descriptors as api_descriptors;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 5] = [
+pub const TARGETS: [Target; 6] = [
     ("api_descriptors", api_descriptors),
     ("companion_replies", companion_replies),
     ("companion_requests", companion_requests),
     ("option_texts", option_texts),
+    ("qcow2_images", qcow2_images),
     ("rate_limits", rate_limits),
 ];
 
@@ -82,7 +84,7 @@ impl<'a> Input<'a> {
     }
 
     /// A number of any size; small ones and powers of two are more frequent than by chance.
-    fn number(&mut self) -> u64 {
+    pub(crate) fn number(&mut self) -> u64 {
         match self.byte() % 4 {
             0 => u64::from(self.byte()),
             1 => 1 << (self.byte() % 64),

@@ -193,10 +193,8 @@ const DISK: &[c_long] = &[
     libc::SYS_fdatasync,
     libc::SYS_lseek,
     libc::SYS_pread64,
-    libc::SYS_preadv,
     libc::SYS_preadv2,
     libc::SYS_pwrite64,
-    libc::SYS_pwritev,
     libc::SYS_pwritev2,
 ];
 

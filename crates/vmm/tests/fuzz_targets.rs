@@ -42,6 +42,7 @@ mod fuzz_targets {
     pub mod migration_receiver;
     pub mod migration_records;
     pub mod option_texts;
+    pub mod qcow2_images;
     pub mod ram_image;
     pub mod rate_limits;
     pub mod session_address;
@@ -66,7 +67,7 @@ macro_rules! targets {
 type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-const TARGETS: [Target; 32] = targets![
+const TARGETS: [Target; 33] = targets![
     api_descriptors,
     api_request,
     balloon_config,
@@ -88,6 +89,7 @@ const TARGETS: [Target; 32] = targets![
     migration_receiver,
     migration_records,
     option_texts,
+    qcow2_images,
     ram_image,
     rate_limits,
     session_address,

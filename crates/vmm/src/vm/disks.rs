@@ -48,6 +48,10 @@ impl Vm {
                     message,
                     remedy: Some(format!("enlarge it to a multiple of {block_bytes}")),
                 },
+                ResizeError::TooLarge { .. } => ControlError::WrongState {
+                    message,
+                    remedy: Some("start the machine anew with the larger image".to_owned()),
+                },
                 ResizeError::SizeOfRaw => ControlError::Invalid {
                     field: "size_bytes",
                     message,

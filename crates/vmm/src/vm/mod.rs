@@ -43,7 +43,7 @@ use crate::devices::bus::Overlap;
 use crate::devices::platform::AcpiRegisters;
 use crate::devices::serial::Serial;
 use crate::devices::virtio::balloon::BalloonDevice;
-use crate::devices::virtio::block::DiskError;
+use crate::devices::virtio::block::{DiskError, THREADS};
 use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport};
 use crate::devices::virtio::worker::Worker;
 use crate::ending::Ended;
@@ -452,10 +452,7 @@ impl Vm {
 
     /// What the monitor's resource limits follow from.
     fn needs(&self) -> Needs {
-        let images = self.devices.iter().filter_map(|device| {
-            let image = lock(device).written_file().ok().flatten()?;
-            rustix::fs::seek(&image, rustix::fs::SeekFrom::End(0)).ok()
-        });
+        let images = self.disks.iter().map(|disk| lock(&disk.transport).device().most_file_bytes());
         let serial = match &self.config.serial {
             SerialConfig::File { max, .. } => max.bytes(),
             _ => 0,
@@ -463,11 +460,12 @@ impl Vm {
         let snapshot = crate::snapshot::file::most_bytes(self.ram.size_bytes());
         let merged = StableMemory::OWN_SEGMENT_BYTES;
         let (cpus, devices) = (u64::from(self.config.cpus), self.workers.len() as u64);
+        let of_disks = (self.disks.len() * THREADS) as u64;
         Needs {
             file_bytes: images.chain([serial, snapshot, merged]).max().unwrap_or(0),
             // Besides those of vCPUs and devices: main, API, console, merging, migration and its
             // data streams, twice that to be generous.
-            threads: cpus + devices + 64,
+            threads: cpus + devices + of_disks + 64,
             connections: self.vsock.as_ref().map_or(0, VsockHandle::open_files),
         }
     }

@@ -18,13 +18,16 @@ use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
 
 use super::state::DeviceState;
 use super::{HostEvents, VirtioDevice, Work, is_refused};
-use crate::api::disks::DiskInfo;
+use crate::api::disks::{DiskInfo, MOST_BYTES};
 use crate::config::{DiskConfig, DiskFormat, Switch};
 use crate::devices::throttle::{Admission, Throttle};
 use crate::exit::ExitSignal;
 use crate::seccomp::{Filters, ThreadKind};
 
+mod check;
 mod disk;
+#[cfg(any(test, feature = "testing"))]
+mod fuzzing;
 mod guest_io;
 mod header;
 mod image;
@@ -35,6 +38,8 @@ mod raw;
 mod request;
 
 use disk::{Disk, Done, Durability, to_sectors};
+#[cfg(any(test, feature = "testing"))]
+pub use fuzzing::fuzz_qcow2_images;
 pub use open::{DiskError, DiskLock, ResizeError, modified_unix_ns};
 use open::{Opened, lock};
 use pool::Pool;
@@ -54,8 +59,12 @@ const BYTES_AT_ONCE: u64 = 64 << 10;
 /// Requests in flight, from which on the queue waits. A guest that names a chain again before it
 /// was returned can have more requests than the queue has entries.
 const MOST_IN_FLIGHT: usize = QUEUE_SIZE as usize;
-/// Threads of a disk.
-const THREADS: usize = 4;
+/// Threads of a disk, besides the one of its queue.
+pub const THREADS: usize = 4;
+/// How many times larger a disk can become while its machine runs.
+const MOST_GROWTH: u64 = 16;
+/// Size that any disk can reach, in bytes.
+const LEAST_GROWTH_BYTES: u64 = 64 << 30;
 /// Descriptors for data in one request: header and status take two (`seg_max`).
 const MAX_SEGMENTS: u16 = QUEUE_SIZE - 2;
 /// Largest length of one of them, in bytes (`size_max`); that of Linux (`BLK_MAX_SEGMENT_SIZE`).
@@ -78,6 +87,9 @@ pub struct Block {
     base_path: PathBuf,
     queue: Option<Queue>,
     durability: Durability,
+    /// Largest size that the disk can get, in bytes: the monitor limits the sizes of its files
+    /// (RLIMIT_FSIZE) when it starts.
+    most_bytes: u64,
     /// The same image, opened once more for [`VirtioDevice::written_file`]; none if it is
     /// read-only. Linux reports a failed write-back once for each open file (errseq_t): what the
     /// other one reports must not be missing from the guest's flush or from the hand-over.
@@ -102,6 +114,7 @@ impl Block {
             base_path: config.path.clone(),
             queue: None,
             durability: Durability::Flush,
+            most_bytes: bytes.saturating_mul(MOST_GROWTH).clamp(LEAST_GROWTH_BYTES, MOST_BYTES),
             writeback,
             throttle: Arc::new(Throttle::new(config.limits, Instant::now())),
         })
@@ -135,6 +148,16 @@ impl Block {
         }
     }
 
+    /// Largest size that its file can get, in bytes.
+    pub fn most_file_bytes(&self) -> u64 {
+        match (self.readonly, self.disk.image.format()) {
+            (true, _) => 0,
+            (false, DiskFormat::Raw) => self.most_bytes,
+            // With its tables, and what is in the file already.
+            (false, DiskFormat::Qcow2) => self.most_bytes.saturating_mul(2),
+        }
+    }
+
     /// Gives the disk the size of its image, or its image a new size if the format has one of its
     /// own. Returns the size in bytes; the caller notifies the driver.
     ///
@@ -155,6 +178,9 @@ impl Block {
         }
         if bytes < known_bytes {
             return Err(ResizeError::Shrinks { bytes, known_bytes });
+        }
+        if bytes > self.most_bytes {
+            return Err(ResizeError::TooLarge { bytes, most_bytes: self.most_bytes });
         }
         image.grow(bytes).map_err(ResizeError::Image)?;
         self.disk.set_sectors(to_sectors(bytes));

@@ -5,14 +5,16 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt as _;
 
+use super::check::Tables;
 use crate::api::disks::MOST_BYTES;
 
 const MAGIC: u32 = 0x5146_49fb;
 /// Size of a cluster: what qemu-img makes. imago keeps 160 of them in memory.
 pub(super) const CLUSTER_BYTES: u64 = 1 << CLUSTER_BITS;
 const CLUSTER_BITS: u32 = 16;
-/// Largest file. A free cluster is searched for one by one.
-const MOST_FILE_BYTES: u64 = 16 << 40;
+/// Largest file. A free cluster is searched for one by one, and the check counts the references to
+/// each with two bytes.
+const MOST_FILE_BYTES: u64 = 4 << 40;
 /// Largest table of either kind: imago has all of it in memory.
 const MOST_TABLE_BYTES: u64 = 1 << 20;
 const HEADER_BYTES: usize = 104;
@@ -27,8 +29,7 @@ pub(super) struct Header {
 }
 
 impl Header {
-    /// Reads and checks the header of an image.
-    pub fn read(file: &File) -> io::Result<Self> {
+    fn with_tables(file: &File) -> io::Result<(Self, Tables)> {
         let mut header = [0; HEADER_BYTES];
         let mut known = 0;
         // Version 2 has 72 bytes; a new image may be that short.
@@ -82,8 +83,25 @@ impl Header {
             }
         }
         let refcount_bits = if version == 2 { 16 } else { 1 << header.u32(96).min(6) };
-        refcounts.check_refcounts(file, file_bytes, refcount_bits)?;
-        Ok(Self { size_bytes, names_base: header.u64(8) != 0 })
+        if header.u32(60) != 0 {
+            return Err(invalid(
+                "it has snapshots of its own; remove them with `qemu-img snapshot`",
+            ));
+        }
+        let tables = Tables { first_level, refcounts, refcount_bits, file_bytes };
+        Ok((Self { size_bytes, names_base: header.u64(8) != 0 }, tables))
+    }
+
+    /// Reads and checks the header of an image that is only read.
+    pub fn read(file: &File) -> io::Result<Self> {
+        Self::with_tables(file).map(|(header, _)| header)
+    }
+
+    /// The same for one that is written to: its tables are checked as well.
+    pub fn read_for_writing(file: &File) -> io::Result<Self> {
+        let (header, tables) = Self::with_tables(file)?;
+        tables.check(file)?;
+        Ok(header)
     }
 
     /// Checks that the image has a base if and only if it is an overlay.
@@ -99,36 +117,10 @@ impl Header {
     }
 }
 
-struct Table {
-    offset: u64,
-    bytes: u64,
-}
-
-impl Table {
-    /// Checks that blocks of reference counts exist only for clusters of the file. Many entries
-    /// with the same full block would make the search for a free cluster very long.
-    fn check_refcounts(&self, file: &File, file_bytes: u64, refcount_bits: u64) -> io::Result<()> {
-        let covered_bytes = CLUSTER_BYTES * 8 / refcount_bits * CLUSTER_BYTES;
-        let used = file_bytes.div_ceil(covered_bytes) + 1;
-        let mut buffer = vec![0; CLUSTER_BYTES as usize];
-        let mut index = 0;
-        let mut done = 0;
-        while done < self.bytes {
-            let bytes = file.read_at(&mut buffer, self.offset + done)?;
-            // Behind the end there are zeros.
-            if bytes < 8 {
-                break;
-            }
-            for entry in buffer[..bytes].as_chunks::<8>().0 {
-                if u64::from_be_bytes(*entry) != 0 && index > used {
-                    return Err(invalid("its reference counts are larger than its file"));
-                }
-                index += 1;
-            }
-            done += bytes as u64 / 8 * 8;
-        }
-        Ok(())
-    }
+/// A table in the file.
+pub(super) struct Table {
+    pub offset: u64,
+    pub bytes: u64,
 }
 
 struct Fields<'a>(&'a [u8; HEADER_BYTES]);
@@ -143,6 +135,6 @@ impl Fields<'_> {
     }
 }
 
-fn invalid(problem: impl Into<String>) -> io::Error {
+pub(super) fn invalid(problem: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, problem.into())
 }

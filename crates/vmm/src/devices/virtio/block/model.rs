@@ -370,7 +370,8 @@ fn disks_grow_with_their_images() {
     let mut disk = Block::open(&config, 0, driver.memory.clone(), DiskLock::Now).unwrap();
     assert!(matches!(disk.resize(None), Err(ResizeError::NoSize)));
     assert!(matches!(disk.resize(Some(512)), Err(ResizeError::Shrinks { .. })));
-    let large = 3 << 40;
+    let large = 48 << 30;
+    assert!(matches!(disk.resize(Some(large * 2)), Err(ResizeError::TooLarge { .. })));
     assert_eq!(disk.resize(Some(large)).unwrap(), large);
     drop(disk);
     let mut driver = Driver::new();

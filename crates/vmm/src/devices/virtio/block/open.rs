@@ -191,6 +191,14 @@ pub enum ResizeError {
         /// The size of a block.
         block_bytes: u32,
     },
+    /// The monitor has limited the sizes of its files.
+    #[error("{bytes} bytes are more than the {most_bytes} that the monitor has provided for")]
+    TooLarge {
+        /// The new size.
+        bytes: u64,
+        /// The largest one.
+        most_bytes: u64,
+    },
     /// A raw image was given a size.
     #[error("a raw disk has the size of its image")]
     SizeOfRaw,

@@ -2,7 +2,7 @@
 //!
 //! The monitor opens the files, before its filters, and imago gets their descriptors only: what a
 //! header names is never opened. [`Header`] refuses images whose tables would make imago allocate
-//! much memory or search for very long, and [`Part`] bounds the growth of a file.
+//! much memory or search for very long, or contradict each other, and [`Part`] bounds the growth of a file.
 
 use std::fmt;
 use std::fs::File;
@@ -33,6 +33,8 @@ pub(super) struct Qcow2 {
     /// imago writes to the header when it opens an image.
     access: RwLock<Option<Access>>,
     size_bytes: AtomicU64,
+    /// No write may reach beyond this in the file.
+    most_bytes: Arc<AtomicU64>,
 }
 
 type Access = FormatAccess<Part>;
@@ -83,13 +85,14 @@ impl Qcow2 {
         let header = Header::read(&file)?;
         header.check_base(base.is_some())?;
         let size_bytes = AtomicU64::new(header.size_bytes);
-        Ok(Self { file: Arc::new(file), base, readonly, access: RwLock::new(None), size_bytes })
+        let (file, access) = (Arc::new(file), RwLock::new(None));
+        Ok(Self { file, base, readonly, access, size_bytes, most_bytes: Arc::default() })
     }
 
     /// Writes an empty image to a new file: an overlay of the base at the path, or one without a
     /// base.
     pub fn create(file: File, size_bytes: u64, base: Option<(&Path, &Base)>) -> io::Result<()> {
-        let part = Part::new(Arc::new(file), u64::MAX);
+        let part = Part::new(Arc::new(file), Arc::new(AtomicU64::new(u64::MAX)));
         let mut builder = Format::<Part>::create_builder(part)
             .size(size_bytes)
             .preallocate(PreallocateMode::None);
@@ -108,14 +111,16 @@ impl Qcow2 {
         let mut access = self.write_lock();
         // What is in memory is older.
         *access = None;
-        let header = Header::read(&self.file)?;
-        header.check_base(self.base.is_some())?;
-        let most_bytes = most_file_bytes(&self.file, header.size_bytes)?;
-        let part = if self.readonly {
-            Part::readonly(self.file.clone())
+        let header = if self.readonly {
+            Header::read(&self.file)?
         } else {
-            Part::new(self.file.clone(), most_bytes)
+            Header::read_for_writing(&self.file)?
         };
+        header.check_base(self.base.is_some())?;
+        let most_bytes =
+            if self.readonly { 0 } else { most_file_bytes(&self.file, header.size_bytes)? };
+        self.most_bytes.store(most_bytes, Ordering::Relaxed);
+        let part = Part::new(self.file.clone(), self.most_bytes.clone());
         let mut format: Format<Part> = Format::open_image(part, !self.readonly)?;
         format.set_data_file(None);
         format.set_backing(self.base.as_ref().map(Base::access).transpose()?);
@@ -205,6 +210,7 @@ impl Qcow2 {
         if self.readonly {
             return Err(io::ErrorKind::ReadOnlyFilesystem.into());
         }
+        self.most_bytes.store(most_file_bytes(&self.file, bytes)?, Ordering::Relaxed);
         access.resize_grow(bytes, PreallocateMode::None)?;
         access.flush()?;
         self.size_bytes.store(bytes, Ordering::Relaxed);
@@ -266,23 +272,23 @@ fn end_of(file: &File) -> io::Result<u64> {
 #[derive(Debug)]
 struct Part {
     file: Arc<File>,
-    /// No write may reach beyond this.
-    most_bytes: u64,
+    /// No write may reach beyond this; a new file has no such limit.
+    most_bytes: Arc<AtomicU64>,
     helper: CommonStorageHelper,
 }
 
 impl Part {
-    fn new(file: Arc<File>, most_bytes: u64) -> Self {
+    fn new(file: Arc<File>, most_bytes: Arc<AtomicU64>) -> Self {
         Self { file, most_bytes, helper: CommonStorageHelper::default() }
     }
 
     fn readonly(file: Arc<File>) -> Self {
-        Self::new(file, 0)
+        Self::new(file, Arc::default())
     }
 
     fn check(&self, offset: u64, bytes: u64) -> io::Result<()> {
         match offset.checked_add(bytes) {
-            Some(end) if end <= self.most_bytes => Ok(()),
+            Some(end) if end <= self.most_bytes.load(Ordering::Relaxed) => Ok(()),
             _ => Err(io::ErrorKind::StorageFull.into()),
         }
     }
@@ -355,7 +361,7 @@ impl Storage for Part {
 
     /// Only new files are resized: the filters have no such call.
     fn resize(&self, bytes: u64, _mode: storage::PreallocateMode) -> io::Result<()> {
-        match self.most_bytes {
+        match self.most_bytes.load(Ordering::Relaxed) {
             u64::MAX => self.file.set_len(bytes),
             _ => Err(io::ErrorKind::Unsupported.into()),
         }
