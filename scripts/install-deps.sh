@@ -16,9 +16,10 @@ set -eu
 # numactl                the real memhog
 # iproute2               shaped links between network namespaces of the virtual host
 # gcc libc6-dev make     linking the static binaries, and the Makefile
+# passt                  the network of guests without any rights (--net user)
 # ca-certificates        cargo fetches crates over TLS
 packages="linux-image-cloud-amd64 linux-headers-cloud-amd64 busybox-static numactl iproute2"
-packages="$packages gcc libc6-dev make ca-certificates"
+packages="$packages gcc libc6-dev make passt ca-certificates"
 
 # QEMU runs the virtual host, on machines whose KVM cannot run Linux, and serves as a peer for
 # comparison. It has to be 8.1 or newer: older emulators may keep executing a translation of code

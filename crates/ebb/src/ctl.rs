@@ -8,8 +8,9 @@ use std::time::Duration;
 use anyhow::Context as _;
 use ebb_vmm::api::{
     BalloonFeature, BalloonInfo, BalloonState, BalloonTarget, Client, ClientError,
-    FreePagesRequest, MAX_STATISTICS_INTERVAL_SECONDS, MergeSettings, RateLimits, SnapshotReport,
-    StatisticsDocument, StatisticsInterval, TrimReport, VmInfo, VmState, prometheus,
+    FreePagesRequest, LinkState, MAX_STATISTICS_INTERVAL_SECONDS, MergeSettings, RateLimits,
+    SnapshotReport, StatisticsDocument, StatisticsInterval, TrimReport, VmInfo, VmState,
+    prometheus,
 };
 use ebb_vmm::config::Backing;
 use ebb_vmm::size::ByteSize;
@@ -17,12 +18,13 @@ use ebb_vmm::snapshot;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::flags::Settings;
+use crate::flags::{Settings, word};
 
 mod disks;
 mod free_pages;
 mod limits;
 mod merge;
+mod net;
 #[cfg(test)]
 mod tests;
 
@@ -107,11 +109,20 @@ enum Command {
     Disks(disks::DisksArgs),
     /// Show or change the limits of devices' requests
     Limits {
-        /// The device to change: disk0 and further, rng
+        /// The device to change: disk0 and further, rng, net0_rx, net0_tx and further
         #[arg(value_name = "DEVICE")]
         device: Option<String>,
         #[command(flatten)]
         change: Settings<RateLimits>,
+    },
+    /// Show the network devices, or take a link up or down
+    Net {
+        /// The device to change: net0 and further
+        #[arg(value_name = "DEVICE", requires = "link")]
+        device: Option<String>,
+        /// Its link
+        #[arg(value_parser = word::<LinkState>())]
+        link: Option<LinkState>,
     },
     /// Show or change the merging of equal pages
     Merge(Settings<MergeSettings>),
@@ -194,6 +205,9 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         Command::Disks(args) => show(out, form, &disks::execute(args, &client)?, disks::rows),
         Command::Limits { device, change: Settings(limits) } => {
             show(out, form, &limits::execute(device, limits, &client)?, limits::rows)
+        }
+        Command::Net { device, link } => {
+            show(out, form, &net::execute(device, link, &client)?, net::rows)
         }
         Command::Merge(Settings(change)) => {
             show(out, form, &merge::execute(&change, &client)?, merge::rows)

@@ -6,10 +6,11 @@ use std::path::PathBuf;
 use ebb_kvm_clock::ClockPolicy;
 use ebb_vmm::config::limits::LIMITS_FORM;
 use ebb_vmm::config::merge::MERGE_FORM;
+use ebb_vmm::config::net::NET_FORM;
 use ebb_vmm::config::options::DISK_FORM;
 use ebb_vmm::config::vsock::VSOCK_FORM;
 use ebb_vmm::config::{
-    BootFiles, DiskConfig, MergeOverrides, RateLimits, RebootAction, VsockOption,
+    BootFiles, DiskConfig, MergeOverrides, NetConfig, RateLimits, RebootAction, VsockOption,
 };
 use ebb_vmm::snapshot::{DescribedPaths, Overrides};
 
@@ -41,6 +42,10 @@ pub struct OverrideArgs {
     /// Limits of the machine's entropy device [default: none]
     #[arg(long, value_name = LIMITS_FORM, value_parser = RateLimits::parse_rng)]
     rng: Option<RateLimits>,
+    /// Backend of a network device of the machine, its limits, and, with mac, a new address; give
+    /// all of them in order
+    #[arg(long, value_name = NET_FORM)]
+    net: Vec<NetConfig>,
     /// The socket of the machine's socket device (vsock), and a new CID [default: as before]. All
     /// connections have ended
     #[arg(long, value_name = VSOCK_FORM)]
@@ -48,7 +53,8 @@ pub struct OverrideArgs {
     /// How equal pages of guest memory are merged from now on [default: not at all]
     #[arg(long, value_name = MERGE_FORM)]
     memory: Option<MergeOverrides>,
-    /// Open the files that the machine's description names (kernel, initrd, disks) where no option
+    /// Open the files that the machine's description names (kernel, initrd, disks, tap
+    /// interfaces) where no option
     /// names one, and merge its pages as described: its author can then read and change any file
     /// that this user can
     #[arg(long)]
@@ -68,6 +74,7 @@ impl OverrideArgs {
             on_reboot: self.on_reboot,
             boot: self.kernel.map(|kernel| BootFiles { kernel, initrd }),
             disks: self.disk,
+            nets: self.net,
             rng_limits: self.rng.unwrap_or_default(),
             vsock: self.vsock,
             merge: self.memory.unwrap_or_default(),

@@ -5,11 +5,12 @@ use std::process::ExitCode;
 
 use ebb_kvm_clock::ClockPolicy;
 use ebb_vmm::config::limits::LIMITS_FORM;
+use ebb_vmm::config::net::NET_FORM;
 use ebb_vmm::config::options::{self, BALLOON_FORM, DISK_FORM, MEMORY_FORM, NUMA_FORM};
 use ebb_vmm::config::vsock::{FIRST_GUEST_CID, VSOCK_FORM};
 use ebb_vmm::config::{
-    BootFiles, ConfigError, DiskConfig, MemoryConfig, NumaNodeConfig, RateLimits, RebootAction,
-    VmConfig, VsockOption,
+    BootFiles, ConfigError, DiskConfig, MemoryConfig, NetConfig, NumaNodeConfig, RateLimits,
+    RebootAction, VmConfig, VsockOption,
 };
 use ebb_vmm::exit::GuestExit;
 use ebb_vmm::log;
@@ -78,6 +79,14 @@ pub struct Args {
     #[arg(long, value_name = LIMITS_FORM, num_args = 0..=1, default_missing_value = "")]
     #[arg(value_parser = RateLimits::parse_rng)]
     rng: Option<RateLimits>,
+    /// A network device; give one for each (docs/network.md)
+    ///
+    /// tap is the name of a tap interface that this user may open; fd, a descriptor of one that the
+    /// monitor inherits, or of a stream socket; user starts passt, which needs no rights, and
+    /// forwards TCP ports of the host to the guest. The address is random by default. rx limits are
+    /// for frames to the guest, tx limits for frames from it, like those of a disk.
+    #[arg(long, value_name = NET_FORM)]
+    net: Vec<NetConfig>,
     /// A socket device (vsock), whose guest has the CID N [default: 3]
     ///
     /// Clients of the host connect to PATH, write `CONNECT PORT` and a line feed, and read `OK`;
@@ -106,6 +115,7 @@ impl Args {
             balloon: options::parse_balloon(&self.balloon)?,
             disks: self.disk,
             rng: self.rng,
+            nets: self.net,
             vsock: self.vsock.map(|vsock| vsock.with_default_cid(FIRST_GUEST_CID)),
             serial: self.host.serial(),
             api: self.host.api,

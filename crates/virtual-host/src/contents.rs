@@ -24,9 +24,9 @@ use crate::qemu;
 
 /// Modules that the host loads at start: its own devices, and KVM for guests.
 const MODULES: [&str; 4] = ["virtio_pci", "virtio_console", "virtio_blk", "kvm_amd"];
-/// Modules that the host loads if the kernel has them: a link between network namespaces, and a
-/// shaper that slows it down.
-const NETWORK_MODULES: [&str; 2] = ["veth", "sch_tbf"];
+/// Modules that the host loads if the kernel has them: a link between network namespaces, a shaper
+/// that slows it down, and tap interfaces of guests.
+const NETWORK_MODULES: [&str; 3] = ["veth", "sch_tbf", "tun"];
 /// Environment variable for a busybox other than `/bin/busybox`.
 const BUSYBOX_VARIABLE: &str = "EBB_BUSYBOX";
 /// Path of the init's settings.
@@ -140,7 +140,7 @@ fn add_modules<W: Write>(
 ) -> Result<Vec<String>, HostError> {
     let index = ModuleIndex::read(&kernel.modules)?;
     let mut files = index.load_order(&MODULES)?;
-    // Only one experiment needs them, so a custom kernel may lack them.
+    // Only experiments and tests with a network need them, so a custom kernel may lack them.
     files.extend(index.load_order(&NETWORK_MODULES).unwrap_or_default());
     let mut paths = Vec::new();
     for file in files {

@@ -18,12 +18,14 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
 use crate::api::LimitsChange;
 use crate::config::{
-    DiskConfig, MemoryConfig, NumaNodeConfig, RateLimits, SerialConfig, options::parse_balloon,
+    DiskConfig, MemoryConfig, NetConfig, NumaNodeConfig, RateLimits, SerialConfig,
+    options::parse_balloon,
 };
 use crate::devices::throttle::{Admission, Throttle};
 use crate::isolation::CgroupConfig;
 
 pub use crate::devices::virtio::block::fuzz_qcow2_images as qcow2_images;
+pub use crate::devices::virtio::net::{fuzz_net as net_chains, fuzzed_chains};
 pub use crate::isolation::{
     fuzz_companion_replies as companion_replies, fuzz_companion_requests as companion_requests,
 };
@@ -33,10 +35,11 @@ pub use crate::vm::fuzz_descriptors as api_descriptors;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 6] = [
+pub const TARGETS: [Target; 7] = [
     ("api_descriptors", api_descriptors),
     ("companion_replies", companion_replies),
     ("companion_requests", companion_requests),
+    ("net_chains", net_chains),
     ("option_texts", option_texts),
     ("qcow2_images", qcow2_images),
     ("rate_limits", rate_limits),
@@ -264,6 +267,7 @@ pub fn option_texts(data: &[u8]) {
         text.parse::<MemoryConfig>().err(),
         text.parse::<NumaNodeConfig>().err(),
         parse_balloon(text).err(),
+        text.parse::<NetConfig>().err(),
     ];
     for error in refused.into_iter().flatten() {
         assert!(error.option.starts_with("--") && !error.remedy.is_empty(), "{error}");

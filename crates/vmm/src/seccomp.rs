@@ -34,6 +34,8 @@ pub enum ThreadKind {
     Vcpu,
     /// Processes a device's queues.
     Device,
+    /// Moves frames of a network device.
+    Net,
     /// Processes the queues of a socket device and the host's sockets.
     Vsock,
     /// Processes a disk's queue, or executes its requests.
@@ -52,11 +54,12 @@ pub enum ThreadKind {
 }
 
 impl ThreadKind {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 12] = [
         Self::Main,
         Self::Api,
         Self::Vcpu,
         Self::Device,
+        Self::Net,
         Self::Vsock,
         Self::Disk,
         Self::Console,
@@ -198,6 +201,8 @@ const DISK: &[c_long] = &[
     libc::SYS_pwritev2,
 ];
 
+/// Calls of network devices: frames between guest memory and an open descriptor.
+const NET: &[c_long] = &[libc::SYS_readv, libc::SYS_writev];
 /// Calls of the socket device: connections that exist, clients of its listener, the companion.
 const VSOCK: &[c_long] = &[
     libc::SYS_accept4,
@@ -330,6 +335,7 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
             allow(DISCARD);
             allow(DISK);
         }
+        ThreadKind::Net => allow(NET),
         ThreadKind::Vsock => allow(VSOCK),
         ThreadKind::Migrate => {
             allow(DISCARD);
@@ -567,6 +573,7 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
             UFFDIO_WRITEPROTECT,
         ],
         ThreadKind::Disk => &[BLKDISCARD],
+        ThreadKind::Net => &[crate::devices::virtio::net::TUNSETOFFLOAD],
         // Never issued: the list must not be empty, or every request would pass.
         ThreadKind::Device
         | ThreadKind::Vsock

@@ -41,6 +41,7 @@ mod fuzz_targets {
     pub mod migration_garbage;
     pub mod migration_receiver;
     pub mod migration_records;
+    pub mod net_chains;
     pub mod option_texts;
     pub mod qcow2_images;
     pub mod ram_image;
@@ -88,6 +89,7 @@ const TARGETS: [Target; 33] = targets![
     migration_garbage,
     migration_receiver,
     migration_records,
+    net_chains,
     option_texts,
     qcow2_images,
     ram_image,

@@ -264,6 +264,19 @@ fn disks_are_shown_and_resized() {
 }
 
 #[test]
+fn links_are_shown_and_changed() {
+    let machine = machine(Mood::Willing);
+    let shown = "tap=tap0, 02:00:00:00:00:01, link up";
+    assert_eq!(value(&machine.ctl("net"), "net0"), shown);
+    assert_eq!(value(&machine.ctl("net net0 down"), "net0"), shown.replace("up", "down"));
+    assert_eq!(machine.json("net net0 up")["devices"][0]["link"], "up");
+    assert!(machine.error("net net1 up").contains("no such device"));
+    for bad in ["net net0", "net net0 sideways"] {
+        assert!(parse("socket", bad).is_err(), "{bad}");
+    }
+}
+
+#[test]
 fn limits_are_shown_and_changed() {
     let machine = machine(Mood::Willing);
     assert_eq!(value(&machine.ctl("limits"), "disk0"), "no limit; 5 requests delayed");

@@ -42,6 +42,7 @@ mod module_recordings;
 mod module_support;
 mod module_trackers;
 mod moved;
+mod net;
 mod place;
 mod planted_bug;
 mod reporting;
@@ -63,7 +64,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 34] = [
+const TESTS: [&[Test]; 35] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -74,6 +75,7 @@ const TESTS: [&[Test]; 34] = [
     ends::TESTS,
     devices::TESTS,
     exec::TESTS,
+    net::TESTS,
     vsock::TESTS,
     disks::TESTS,
     driver::TESTS,

@@ -52,9 +52,10 @@ pub const PROGRAM_IN_GUEST: &str = "/bin/guests";
 pub const GUEST_AGENT: &str = "/bin/ebb-guest-agent";
 /// Static busybox, as Debian installs it.
 const BUSYBOX: &str = "/bin/busybox";
-/// Modules in addition to the standard ones: the power button, its input device, and the panic
-/// notifier.
-const MODULES: [&str; 4] = ["button", "evdev", "pvpanic-mmio", "vmw_vsock_virtio_transport"];
+/// Modules in addition to the standard ones: the power button, its input device, the panic
+/// notifier, the network and sockets of the host.
+const MODULES: [&str; 5] =
+    ["button", "evdev", "pvpanic-mmio", "virtio_net", "vmw_vsock_virtio_transport"];
 /// Time limit for a hanging host; all tests take a few minutes.
 const HOST_LIMIT: Duration = Duration::from_secs(30 * 60);
 /// Time limit for a hanging host in a long run.

@@ -12,6 +12,7 @@ use super::limits::{LimitsChange, LimitsInfo};
 use super::merge::{MergeInfo, MergeSettings};
 use super::metrics::Metrics;
 use super::migration::{MigrationRequest, MigrationStatus};
+use super::net::{NetChange, NetInfo};
 use super::vm::{SnapshotReport, SnapshotTarget, TrimReport, VmInfo, VmState};
 
 /// A virtual machine as the API sees it.
@@ -90,6 +91,10 @@ pub enum Operation {
     Limits,
     /// `PUT /limits`: changes the limits of a device; requests that wait are considered again.
     SetLimits(LimitsChange),
+    /// `GET /net`: network devices.
+    Net,
+    /// `PUT /net`: takes the link of a network device up or down.
+    SetNet(NetChange),
     /// `GET /merge`: state, settings and statistics of same-page merging.
     Merge,
     /// `PUT /merge`: changes how pages are merged. Waits for settings to take effect, but not for
@@ -138,6 +143,7 @@ pub enum Document {
     FreePages(FreePagesReport),
     Disks(DisksInfo),
     Limits(LimitsInfo),
+    Net(NetInfo),
     Merge(Box<MergeInfo>),
     #[serde(skip)]
     Metrics(Box<Metrics>),

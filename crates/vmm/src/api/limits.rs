@@ -9,15 +9,16 @@ pub use crate::config::RateLimits;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[schemars(rename = "Limits")]
 pub struct LimitsInfo {
-    /// The devices whose requests can be limited: disks, the entropy device, and the
-    /// serial line unless its output is discarded.
+    /// The devices whose requests can be limited: disks, the entropy device, each direction
+    /// of network devices, and the serial line unless its output is discarded.
     pub devices: Vec<DeviceLimits>,
 }
 
 /// A device's limits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DeviceLimits {
-    /// Name of the device: disk0 and further, rng, serial.
+    /// Name of the device: disk0 and further, rng, net0_rx (frames to the guest), net0_tx (frames
+    /// from it) and further, serial.
     pub device: String,
     /// Its limits; null where there is none.
     #[serde(flatten)]

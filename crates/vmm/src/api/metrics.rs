@@ -29,6 +29,13 @@ pub struct Metrics {
     pub merge: Option<MergeStatistics>,
     /// Requests that had to wait for a limit, by device.
     pub delayed_requests: Vec<KindCount>,
+    /// Frames of network devices, by device and direction: `net0_rx` to the guest, `net0_tx` from
+    /// it.
+    pub net_frames: Vec<KindCount>,
+    /// Their bytes.
+    pub net_bytes: Vec<KindCount>,
+    /// Frames that were dropped.
+    pub net_dropped: Vec<KindCount>,
     /// vCPU exits by kind, all vCPUs together; empty if they are not counted.
     pub vcpu_exits: Vec<KindCount>,
 }

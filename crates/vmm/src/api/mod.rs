@@ -7,7 +7,8 @@
 //! | module | what |
 //! | --- | --- |
 //! | [`control`] | operations of a [`Machine`], and their results |
-//! | [`vm`], [`balloon`], [`disks`], [`free_pages`], [`limits`], [`merge`], [`migration`] | documents |
+//! | [`vm`], [`balloon`], [`disks`], [`free_pages`], [`limits`] | documents |
+//! | [`merge`], [`migration`], [`net`] | documents |
 //! | [`metrics`], [`prometheus`] | counters, and their text format |
 //! | [`http`] | bytes -> [`http::Request`], pure |
 //! | [`route`], [`fields`] | [`http::Request`] -> [`Operation`], pure |
@@ -32,6 +33,7 @@ pub mod limits;
 pub mod merge;
 pub mod metrics;
 pub mod migration;
+pub mod net;
 
 pub mod prometheus;
 pub mod reply;
@@ -55,6 +57,7 @@ pub use limits::*;
 pub use merge::*;
 pub use metrics::*;
 pub use migration::*;
+pub use net::*;
 pub use reply::OPENAPI_JSON;
 pub use server::{ApiError, ApiServer, ApiSocket};
 pub use statistics::*;

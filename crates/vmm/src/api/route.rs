@@ -49,7 +49,7 @@ const fn route_to(method: Method, path: &'static str, build: Build) -> Route {
 }
 
 /// All routes.
-pub const ROUTES: [Route; 23] = [
+pub const ROUTES: [Route; 25] = [
     route_to(Method::Get, "/openapi.json", |request| plain(request, Operation::OpenApi)),
     route_to(Method::Get, "/vm", |request| plain(request, Operation::VmInfo)),
     route_to(Method::Put, "/vm/pause", |request| plain(request, Operation::Pause)),
@@ -76,6 +76,8 @@ pub const ROUTES: [Route; 23] = [
     route_to(Method::Put, "/disks", |request| with(request, Operation::ResizeDisk)),
     route_to(Method::Get, "/limits", |request| plain(request, Operation::Limits)),
     route_to(Method::Put, "/limits", |request| with(request, Operation::SetLimits)),
+    route_to(Method::Get, "/net", |request| plain(request, Operation::Net)),
+    route_to(Method::Put, "/net", |request| with(request, Operation::SetNet)),
     route_to(Method::Get, "/merge", |request| plain(request, Operation::Merge)),
     route_to(Method::Put, "/merge", set_merge),
     route_to(Method::Get, "/metrics", |request| plain(request, Operation::Metrics)),

@@ -64,18 +64,26 @@ impl RateLimits {
 
     /// Takes the keys of the limits from an option.
     pub(super) fn take(pairs: &mut Pairs<'_>) -> Result<Self, ConfigError> {
-        let mut size = |key| {
+        Self::take_prefixed(pairs, "")
+    }
+
+    /// Takes the keys that begin with `prefix`, for an option with limits of several kinds.
+    pub(super) fn take_prefixed(pairs: &mut Pairs<'_>, prefix: &str) -> Result<Self, ConfigError> {
+        let mut size = |name| {
+            let key = &format!("{prefix}{name}");
             let size = pairs.take_size(key)?.map(crate::size::ByteSize::bytes);
             size.map_or(Ok(None), |bytes| pairs.within(key, bytes, MOST).map(Some))
         };
         let (bandwidth, bandwidth_burst) = (size("bandwidth")?, size("bandwidth_burst")?);
-        let mut number = |key| {
+        let mut number = |name| {
+            let key = &format!("{prefix}{name}");
             let number = pairs.take_parsed::<u64>(key, "a number")?;
             number.map_or(Ok(None), |number| pairs.within(key, number, MOST).map(Some))
         };
         let (ops, ops_burst) = (number("ops")?, number("ops_burst")?);
         let given = Self { bandwidth, bandwidth_burst, ops, ops_burst };
-        Self::default().changed(&given).map_err(|key| pairs.without_limit(key))
+        let without_limit = |name| pairs.without_limit(&format!("{prefix}{name}"));
+        Self::default().changed(&given).map_err(without_limit)
     }
 
     /// Parses the text of `--rng`.

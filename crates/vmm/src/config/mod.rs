@@ -6,6 +6,7 @@
 
 pub mod limits;
 pub mod merge;
+pub mod net;
 pub mod options;
 pub mod vsock;
 
@@ -23,6 +24,7 @@ use crate::size::ByteSize;
 pub use ebb_guest_ram::Backing;
 pub use limits::RateLimits;
 pub use merge::{MergeBackend, MergeConfig, MergeOverrides};
+pub use net::{MacAddress, NetBackend, NetConfig};
 pub use vsock::{VsockConfig, VsockOption};
 
 /// The smallest guest RAM, in bytes.
@@ -71,6 +73,8 @@ pub struct VmConfig {
     pub disks: Vec<DiskConfig>,
     /// The entropy device with its limits; `None` leaves it out.
     pub rng: Option<RateLimits>,
+    /// Network devices in the order in which the guest sees them.
+    pub nets: Vec<NetConfig>,
     /// The socket device; `None` leaves it out.
     pub vsock: Option<VsockConfig>,
     /// Backend of the guest's first serial line.
@@ -340,6 +344,7 @@ impl VmConfig {
         if self.cmdline.contains('\0') {
             return Err(ConfigError::new("--cmdline", "it contains a NUL character", "remove it"));
         }
+        net::validate(&self.nets)?;
         if let Some(balloon) = &self.balloon
             && balloon.size.bytes() > size
         {

@@ -13,6 +13,7 @@ fn config(memory: &str, cpus: u8, numa: &[&str]) -> VmConfig {
         balloon: Some(BalloonDeviceConfig::default()),
         disks: Vec::new(),
         rng: None,
+        nets: Vec::new(),
         vsock: None,
         serial: SerialConfig::Null,
         api: None,

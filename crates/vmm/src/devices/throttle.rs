@@ -77,6 +77,34 @@ impl Throttle {
         Admission::Now
     }
 
+    /// Asks for a request of unknown size, which is counted by [`charge`](Self::charge) once it was
+    /// made.
+    pub fn ready(&self, now: Instant) -> Admission {
+        let state = &mut *self.lock();
+        let wait = |bucket: &mut Option<TokenBucket>| {
+            bucket.as_mut().map(|bucket| bucket.wait(1, now)).unwrap_or_default()
+        };
+        let wait = wait(&mut state.bandwidth).max(wait(&mut state.ops));
+        if wait.is_zero() {
+            state.resume_at = None;
+            return Admission::Now;
+        }
+        state.delayed += u64::from(state.resume_at.is_none());
+        state.resume_at = Some(now + wait);
+        Admission::Later
+    }
+
+    /// Counts a request that has transferred `bytes`. What exceeds the limits delays the next one.
+    pub fn charge(&self, bytes: u64, now: Instant) {
+        let state = &mut *self.lock();
+        if let Some(bandwidth) = &mut state.bandwidth {
+            bandwidth.take(bytes, now);
+        }
+        if let Some(ops) = &mut state.ops {
+            ops.take(1, now);
+        }
+    }
+
     /// When the device may continue, if it waits.
     pub fn resume_at(&self) -> Option<Instant> {
         self.lock().resume_at
@@ -151,6 +179,21 @@ mod tests {
         assert_eq!(throttle.admit(100, much_later), Admission::Now);
         assert_eq!(throttle.admit(100, much_later), Admission::Later);
         assert_eq!(throttle.admit(0, much_later), Admission::Now);
+    }
+
+    #[test]
+    fn a_request_of_unknown_size_delays_the_next_ones() {
+        let begin = Instant::now();
+        let limits = RateLimits { bandwidth: Some(1000), ..RateLimits::default() };
+        let throttle = Throttle::new(limits, begin);
+        assert_eq!(throttle.ready(begin), Admission::Now);
+        throttle.charge(1099, begin);
+        assert_eq!(throttle.ready(begin), Admission::Later);
+        // The burst of 100 leaves a debt of 999, and one more must be there.
+        assert_eq!(throttle.resume_at(), Some(begin + Duration::from_secs(1)));
+        assert_eq!((throttle.ready(begin), throttle.delayed()), (Admission::Later, 1));
+        assert_eq!(throttle.ready(begin + Duration::from_secs(1)), Admission::Now);
+        assert_eq!(throttle.resume_at(), None);
     }
 
     #[test]

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use super::SnapshotError;
 use crate::config::{
     BalloonDeviceConfig, BootFiles, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides,
-    NumaNodeConfig, RateLimits, RebootAction, SerialConfig, Switch, VmConfig, VsockConfig,
-    VsockOption,
+    NetBackend, NetConfig, NumaNodeConfig, RateLimits, RebootAction, SerialConfig, Switch,
+    VmConfig, VsockConfig, VsockOption,
 };
 use crate::isolation::IsolationConfig;
 use crate::size::ByteSize;
@@ -46,6 +46,9 @@ pub struct MachineConfig {
     pub disks: Vec<DiskConfig>,
     /// Whether there is an entropy device.
     pub rng: bool,
+    /// Network devices in order. Snapshots without this field are of machines without any.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nets: Vec<NetConfig>,
     /// The socket device. Older snapshots have none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vsock: Option<VsockConfig>,
@@ -88,6 +91,9 @@ pub struct Overrides {
     pub disks: Vec<DiskConfig>,
     /// Limits of the entropy device; those of disks are in `disks`.
     pub rng_limits: RateLimits,
+    /// Backends of the network devices: none, or one for each, with a new address where one is
+    /// given.
+    pub nets: Vec<NetConfig>,
     /// The socket of the socket device, and its CID if that changes.
     pub vsock: Option<VsockOption>,
     /// Same-page merging.
@@ -108,6 +114,7 @@ impl Default for Overrides {
             boot: None,
             disks: Vec::new(),
             rng_limits: RateLimits::default(),
+            nets: Vec::new(),
             vsock: None,
             merge: MergeOverrides::default(),
             described_paths: DescribedPaths::default(),
@@ -135,6 +142,7 @@ impl MachineConfig {
             }),
             disks: config.disks.clone(),
             rng: config.rng.is_some(),
+            nets: config.nets.clone(),
             vsock: config.vsock.clone(),
             restarts: config.on_reboot == RebootAction::Reset,
             clock: config.clock,
@@ -145,8 +153,8 @@ impl MachineConfig {
     /// of this host come from `overrides`, unless those declare the description trusted.
     ///
     /// # Errors
-    /// [`SnapshotError::Disks`], [`SnapshotError::NoVsock`], [`SnapshotError::PathsNotNamed`],
-    /// [`SnapshotError::Merge`].
+    /// [`SnapshotError::Disks`], [`SnapshotError::Nets`], [`SnapshotError::Mtu`],
+    /// [`SnapshotError::NoVsock`], [`SnapshotError::PathsNotNamed`], [`SnapshotError::Merge`].
     pub fn into_vm_config(mut self, overrides: Overrides) -> Result<VmConfig, SnapshotError> {
         let (saved, given) = (self.disks.len(), overrides.disks.len());
         if given != 0 && given != saved {
@@ -164,11 +172,13 @@ impl MachineConfig {
         });
         let no_kernel = boot.is_none() && on_reboot == RebootAction::Reset;
         let no_disks = given == 0 && saved != 0 && !trusted;
+        let no_nets = overrides.nets.is_empty() && !self.nets.is_empty() && !trusted;
         let no_vsock = overrides.vsock.is_none() && self.vsock.is_some() && !trusted;
-        if no_kernel || no_disks || no_vsock {
-            let problem = self.paths_not_named(no_kernel, no_disks, no_vsock);
-            return Err(SnapshotError::PathsNotNamed(problem));
+        if no_kernel || no_disks || no_nets || no_vsock {
+            let missing = self.paths_not_named(no_kernel, no_disks, no_nets, no_vsock);
+            return Err(SnapshotError::PathsNotNamed(missing));
         }
+        let nets = nets_of(self.nets, overrides.nets)?;
         if !trusted {
             let merge = std::mem::take(&mut self.merge);
             if !merge.is_off() && overrides.merge.backend.is_none() {
@@ -205,6 +215,7 @@ impl MachineConfig {
             balloon: self.balloon,
             disks,
             rng: self.rng.then_some(overrides.rng_limits),
+            nets,
             vsock: self.vsock.map(|described| match overrides.vsock {
                 Some(given) => given.with_default_cid(described.cid),
                 None => described,
@@ -219,7 +230,7 @@ impl MachineConfig {
     }
 
     /// The described files that the command line does not override, for an error message.
-    fn paths_not_named(&self, boot: bool, disks: bool, vsock: bool) -> String {
+    fn paths_not_named(&self, boot: bool, disks: bool, nets: bool, vsock: bool) -> String {
         const MOST_DISKS: usize = 4;
         let mut files = Vec::new();
         let mut options = Vec::new();
@@ -239,6 +250,13 @@ impl MachineConfig {
                 self.disks.len()
             ));
         }
+        if nets {
+            files.push(format!("{} network interfaces", self.nets.len()));
+            options.push(format!(
+                "--net tap=NAME or --net user for each of its {} network devices, in their order",
+                self.nets.len()
+            ));
+        }
         if let Some(vsock) = self.vsock.as_ref().filter(|_| vsock) {
             files.push(format!("the vsock socket {}", quoted(&vsock.path)));
             options.push("--vsock path=PATH".to_owned());
@@ -249,6 +267,32 @@ impl MachineConfig {
              name the files of this host: {options}; or give --trust-paths to open those"
         )
     }
+}
+
+/// The network devices with the backends that are given here: the guest keeps their MTU, and their
+/// addresses unless others are given.
+fn nets_of(saved: Vec<NetConfig>, given: Vec<NetConfig>) -> Result<Vec<NetConfig>, SnapshotError> {
+    if given.is_empty() {
+        let is_descriptor = |net: &NetConfig| matches!(net.backend, NetBackend::Descriptor(_));
+        if saved.iter().any(is_descriptor) {
+            // The number means something else in this process.
+            return Err(SnapshotError::Nets { saved: saved.len(), given: 0 });
+        }
+        return Ok(saved);
+    }
+    if given.len() != saved.len() {
+        return Err(SnapshotError::Nets { saved: saved.len(), given: given.len() });
+    }
+    let mut nets = given;
+    for (index, (net, saved)) in nets.iter_mut().zip(saved).enumerate() {
+        if net.mtu.is_some() && net.mtu != saved.mtu {
+            let saved = saved.mtu.map_or_else(|| "none".to_owned(), |mtu| mtu.to_string());
+            return Err(SnapshotError::Mtu { index, saved });
+        }
+        net.mtu = saved.mtu;
+        net.mac = net.mac.or(saved.mac);
+    }
+    Ok(nets)
 }
 
 /// A path of the description for a message: of limited length and without control characters.

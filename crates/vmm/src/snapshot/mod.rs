@@ -133,6 +133,28 @@ pub enum SnapshotError {
         /// Number of options given.
         given: usize,
     },
+    /// Wrong number of `--net` options.
+    #[error(
+        "the machine has {saved} network devices, --net was given {given} times; give one for each \
+         device"
+    )]
+    Nets {
+        /// Network devices of the machine.
+        saved: usize,
+        /// Number of options given.
+        given: usize,
+    },
+    /// A network device would change for the guest.
+    #[error(
+        "the network device {index} announces the MTU {saved} to the guest, which cannot change: \
+         omit mtu"
+    )]
+    Mtu {
+        /// The device.
+        index: usize,
+        /// Its MTU, or "none".
+        saved: String,
+    },
     /// The command line names the socket of a device that the machine does not have.
     #[error("--vsock: the machine has no socket device; omit the option")]
     NoVsock,

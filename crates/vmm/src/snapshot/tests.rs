@@ -37,6 +37,7 @@ fn config() -> VmConfig {
         balloon: crate::config::options::parse_balloon("hinting=off,poison=off").unwrap(),
         disks: vec!["path=/disk,readonly=on".parse().unwrap()],
         rng: Some(RateLimits::default()),
+        nets: vec!["tap=tap0,mac=02:00:00:00:00:01,mtu=1400".parse().unwrap()],
         vsock: None,
         serial: crate::config::SerialConfig::Null,
         api: Some("/run/api".into()),

@@ -17,6 +17,7 @@ use super::disks::NamedDisk;
 use super::limits::Throttled;
 use super::merge::Merging;
 use super::migration::description::capabilities;
+use super::net::NetDevice;
 use super::snapshot::capture_interrupts;
 use super::vsock::{VsockHandle, VsockSockets};
 use super::{Vm, VmError};
@@ -24,7 +25,7 @@ use crate::acpi::{MmioDevice, NumaNode, Platform};
 use crate::api::vm::{ClockInfo, VmState};
 use crate::boot::BootImage;
 use crate::clock::{GuestClockError, TscFrequencies};
-use crate::config::{ConfigError, RebootAction, VmConfig};
+use crate::config::{ConfigError, MacAddress, NetConfig, RebootAction, VmConfig};
 use crate::cpu::threads::{Buses, ExitCounters, VcpuThreads};
 use crate::cpu::{self, Vcpu};
 use crate::devices::console::ConsoleOutput;
@@ -34,6 +35,7 @@ use crate::devices::virtio::VirtioDevice;
 use crate::devices::virtio::balloon::BalloonDevice;
 use crate::devices::virtio::block::{Block, DiskLock};
 use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport, MmioWindow, Wires};
+use crate::devices::virtio::net::{Net, OpenNet};
 use crate::devices::virtio::rng::Rng;
 use crate::devices::virtio::worker::Worker;
 use crate::exit::{ExitSignal, GuestExit};
@@ -109,10 +111,12 @@ impl Origin {
     }
 }
 
-/// Builds a machine that boots its kernel or continues. `exit` receives the reason of its end.
+/// Builds a machine that boots its kernel or continues, with the open backends of its network
+/// devices. `exit` receives the reason of its end.
 pub(super) fn build(
     mut config: VmConfig,
     mut origin: Origin,
+    nets: Vec<OpenNet>,
     isolation: &Isolation,
     filters: &Filters,
     exit: &Arc<ExitSignal>,
@@ -166,6 +170,14 @@ pub(super) fn build(
     if let Some(limits) = config.rng {
         assembly.add_virtio("rng", Rng::new(ram.memory().clone(), limits))?;
     }
+    // A device's address stays the same from now on, also in its snapshots.
+    for net in &mut config.nets {
+        net.mac.get_or_insert_with(MacAddress::random);
+    }
+    let mut net_devices = Vec::new();
+    for (index, (net, opened)) in config.nets.iter().zip(nets).enumerate() {
+        net_devices.push(assembly.add_net(index, net, opened)?);
+    }
     let add_vsock = |sockets| {
         let memory = ram.memory().clone();
         VsockHandle::build(sockets, memory, |device| assembly.add_virtio("vsock", device))
@@ -197,6 +209,7 @@ pub(super) fn build(
         workers,
         devices: managed,
         disks,
+        nets: net_devices,
         throttled,
         cpuid,
         msrs,
@@ -479,6 +492,21 @@ impl Assembly<'_> {
         Ok(acpi)
     }
 
+    fn add_net(
+        &mut self,
+        index: usize,
+        config: &NetConfig,
+        mut opened: OpenNet,
+    ) -> Result<NetDevice, VmError> {
+        let name = format!("net{index}");
+        let mac = config.mac.unwrap_or_else(MacAddress::random);
+        opened.wait_ready(&name, mac, restrict_writer(self.filters, self.exit))?;
+        let net = Net::new(&name, config, mac, opened, self.memory.clone());
+        let counters = net.counters().clone();
+        let transport = self.add_virtio(&name, net)?;
+        Ok(NetDevice { name, backend: config.backend.to_string(), counters, transport })
+    }
+
     /// Gives `device` a register window, an interrupt line, notification events and a thread.
     fn add_virtio<D: VirtioDevice + 'static>(
         &mut self,
@@ -497,11 +525,11 @@ impl Assembly<'_> {
         self.vm_fd
             .register_irqfd(&wires.interrupt, gsi)
             .map_err(VmError::kvm("wire an interrupt line"))?;
-        if let Some(throttle) = device.throttle() {
+        for (suffix, throttle) in device.throttles() {
             let wake = wires.wake.clone();
             self.throttled.push(Throttled {
-                device: name.to_owned(),
-                throttle: throttle.clone(),
+                device: format!("{name}{suffix}"),
+                throttle,
                 // A full counter has woken the thread already.
                 wake: Box::new(move || drop(wake.write(1))),
             });

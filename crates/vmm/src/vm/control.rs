@@ -68,6 +68,11 @@ impl Machine for Vm {
                 self.set_limits(&change)?;
                 Document::Limits(self.limits())
             }
+            Operation::Net => Document::Net(self.net()),
+            Operation::SetNet(change) => {
+                self.set_net(&change)?;
+                Document::Net(self.net())
+            }
             Operation::Merge => Document::Merge(Box::new(self.merging.info()?)),
             Operation::SetMerge(change) => {
                 // Unlocked: the kernel may take seconds. In a machine that is given away meanwhile,
@@ -223,6 +228,9 @@ impl Vm {
             // Unreadable statistics are omitted here; `GET /merge` reports the error.
             merge: self.merging.statistics().ok().flatten(),
             delayed_requests: self.delayed_requests(),
+            net_frames: self.net_counters(|net| [&net.received, &net.sent]),
+            net_bytes: self.net_counters(|net| [&net.received_bytes, &net.sent_bytes]),
+            net_dropped: self.net_counters(|net| [&net.received_dropped, &net.sent_dropped]),
             vcpu_exits: vec![
                 count("port_in", &counters.port_in),
                 count("port_out", &counters.port_out),

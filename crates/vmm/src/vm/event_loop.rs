@@ -20,6 +20,7 @@ use crate::api::vm::VmState;
 use crate::api::{ApiServer, ApiSocket};
 use crate::config::{RebootAction, SerialConfig, VmConfig};
 use crate::devices::guest_log;
+use crate::devices::virtio::net::open_all;
 use crate::exit::{ExitSignal, GuestExit};
 use crate::file::readable;
 use crate::isolation::{Isolation, KeptName, Sockets};
@@ -82,12 +83,15 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
     let api = config.api.as_deref().map(ApiSocket::bind).transpose()?;
     let has_names = api.is_some() || config.vsock.is_some();
     let sockets = if has_names { Sockets::Some } else { Sockets::None };
+    // In the host's network namespace.
+    config.validate()?;
+    let nets = open_all(&config.nets)?;
     let mut isolation = Isolation::begin(&config.isolation, config.seccomp, sockets)?;
     let api = api.map(|socket| isolation.keep(socket.into_parts())).transpose()?;
     let filters = Filters::new(config.seccomp)?.with_rights(isolation.rights());
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
     start_log(&filters, &exit)?;
-    let Built { mut vm, input_read } = build(config, origin, &isolation, &filters, &exit)?;
+    let Built { mut vm, input_read } = build(config, origin, nets, &isolation, &filters, &exit)?;
     if vm.config.memory.populate == Populate::Prealloc {
         // It takes a second for some GiB, and must not delay an end.
         match vm.ram.populate(&|| signals.is_pending()) {

@@ -12,6 +12,7 @@ mod generation;
 mod limits;
 mod merge;
 mod migration;
+mod net;
 mod reboots;
 mod save;
 mod snapshot;
@@ -45,6 +46,7 @@ use crate::devices::serial::Serial;
 use crate::devices::virtio::balloon::BalloonDevice;
 use crate::devices::virtio::block::{DiskError, THREADS};
 use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport};
+use crate::devices::virtio::net::NetError;
 use crate::devices::virtio::worker::Worker;
 use crate::ending::Ended;
 use crate::exit::{ExitSignal, GuestExit, Taken};
@@ -60,6 +62,7 @@ use limits::Throttled;
 use merge::Merging;
 use migration::Migrations;
 use migration::description::Incompatible;
+use net::NetDevice;
 use vsock::VsockHandle;
 
 pub use event_loop::signals::Signals;
@@ -131,8 +134,13 @@ pub enum VmError {
     /// A disk could not be used.
     #[error(transparent)]
     Disk(#[from] DiskError),
+    /// A network device could not be used.
+    #[error(transparent)]
+    Net(#[from] NetError),
     /// More devices than interrupt lines.
-    #[error("{count} virtio devices, but there are interrupt lines for {limit}; give fewer --disk")]
+    #[error(
+        "{count} virtio devices, but there are interrupt lines for {limit}; give fewer --disk and --net"
+    )]
     TooManyDevices {
         /// Devices configured.
         count: usize,
@@ -215,7 +223,9 @@ pub struct Vm {
     devices: Vec<Arc<Mutex<dyn ManagedDevice>>>,
     /// Those of them that are disks.
     disks: Vec<NamedDisk>,
-    /// Those whose requests can be limited.
+    /// Network devices in order.
+    nets: Vec<NetDevice>,
+    /// Devices whose requests can be limited.
     throttled: Vec<Throttled>,
     /// The processor as vCPU 0 sees it.
     cpuid: CpuId,

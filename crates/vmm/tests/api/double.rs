@@ -57,6 +57,8 @@ pub struct State {
     pub limits: RateLimits,
     /// Size of the only disk, `disk0`.
     pub disk_bytes: u64,
+    /// The link of the only network device, `net0`.
+    pub link: LinkState,
 }
 
 /// All counters of merging.
@@ -191,6 +193,7 @@ impl TestVm {
             merge_run: MergeRun::Merge,
             limits: RateLimits::default(),
             disk_bytes: 1 << 30,
+            link: LinkState::Up,
         };
         Self { shared: Arc::new(Shared { state: Mutex::new(state), asked: Condvar::new() }) }
     }
@@ -282,6 +285,11 @@ impl Machine for TestVm {
             Operation::ResizeDisk(change) => {
                 self.resize_disk(&change)?;
                 Document::Disks(self.disks()?)
+            }
+            Operation::Net => Document::Net(self.net()?),
+            Operation::SetNet(change) => {
+                self.set_net(&change)?;
+                Document::Net(self.net()?)
             }
             Operation::Limits => Document::Limits(self.limits()?),
             Operation::SetLimits(change) => {
@@ -484,6 +492,31 @@ impl TestVm {
         Ok(())
     }
 
+    fn net(&self) -> Result<NetInfo, ControlError> {
+        let link = self.change(Needs::Nothing)?.link;
+        Ok(NetInfo {
+            devices: vec![NetDeviceInfo {
+                device: "net0".into(),
+                backend: "tap=tap0".into(),
+                mac: "02:00:00:00:00:01".parse().unwrap(),
+                mtu: None,
+                link,
+                wanted_link: link,
+                driver: true,
+            }],
+        })
+    }
+
+    fn set_net(&self, change: &NetChange) -> Result<(), ControlError> {
+        let mut state = self.change(Needs::Nothing)?;
+        if change.device != "net0" {
+            let message = "no such device".into();
+            return Err(ControlError::Invalid { field: "device", message, remedy: None });
+        }
+        state.link = change.link;
+        Ok(())
+    }
+
     fn limits(&self) -> Result<LimitsInfo, ControlError> {
         let limits = self.change(Needs::Nothing)?.limits;
         let disk = DeviceLimits { device: "disk0".into(), limits, delayed_requests: 5 };
@@ -517,6 +550,9 @@ impl TestVm {
             }),
             merge: Some(counted()),
             delayed_requests: vec![KindCount::new("disk0", 5)],
+            net_frames: vec![KindCount::new("net0_rx", 8), KindCount::new("net0_tx", 9)],
+            net_bytes: vec![KindCount::new("net0_rx", 800), KindCount::new("net0_tx", 900)],
+            net_dropped: vec![KindCount::new("net0_rx", 0), KindCount::new("net0_tx", 1)],
             vcpu_exits: vec![KindCount::new("io", 17)],
         }
     }

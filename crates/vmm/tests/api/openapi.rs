@@ -39,6 +39,7 @@ fn schemas() -> Map<String, Value> {
     replies.subschema_for::<MigrationStatus>();
     replies.subschema_for::<DisksInfo>();
     replies.subschema_for::<LimitsInfo>();
+    replies.subschema_for::<NetInfo>();
     replies.subschema_for::<MergeInfo>();
     replies.subschema_for::<ErrorDocument>();
     let mut schemas = replies.take_definitions(false);
@@ -58,6 +59,7 @@ fn schemas() -> Map<String, Value> {
         request::<FreePagesRequest>("FreePagesRequest"),
         request::<DiskResize>("DiskResize"),
         request::<LimitsChange>("LimitsChange"),
+        request::<NetChange>("NetChange"),
         request::<MergeSettings>("MergeChange"),
     ]);
     schemas["MergeChange"]["minProperties"] = 1.into();
@@ -158,6 +160,7 @@ fn provocation(method: &str, path: &str, status: &str) -> (Mood, &'static str, &
         ("PUT", "/vm/migrate") => r#"{"to": "unix:/tmp/x"}"#,
         ("PUT", "/disks") => r#"{"device": "disk0"}"#,
         ("PUT", "/limits") => r#"{"device": "disk0", "ops": 5}"#,
+        ("PUT", "/net") => r#"{"device": "net0", "link": "down"}"#,
         ("PUT", "/merge") => r#"{"run": "stop"}"#,
         ("PUT", "/balloon/statistics-interval") => r#"{"interval_seconds": 1}"#,
         _ => "",

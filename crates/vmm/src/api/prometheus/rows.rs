@@ -54,7 +54,7 @@ const fn row<T>(name: &'static str, help: &'static str, value: fn(&T) -> Sampled
 }
 
 /// With the prefix `ebb_`.
-pub(super) const MACHINE: [Row<Metrics>; 8] = [
+pub(super) const MACHINE: [Row<Metrics>; 11] = [
     row("memory_bytes", "Guest memory, including pages in the balloon.", |m| m.memory_bytes.into()),
     row("guest_resident_bytes", "Resident guest memory.", |m| m.guest_resident_bytes.into()),
     row("guest_shared_bytes", "Mappings of shared pages in guest memory.", |m| {
@@ -78,6 +78,13 @@ pub(super) const MACHINE: [Row<Metrics>; 8] = [
     }),
     row("delayed_requests_total", "Requests that had to wait for a limit, by device.", |m| {
         Sampled::Kinds(m.delayed_requests.clone())
+    }),
+    row("net_frames_total", "Frames of network devices, by device and direction.", |m| {
+        Sampled::Kinds(m.net_frames.clone())
+    }),
+    row("net_bytes_total", "Bytes of those frames.", |m| Sampled::Kinds(m.net_bytes.clone())),
+    row("net_dropped_frames_total", "Frames of network devices that were dropped.", |m| {
+        Sampled::Kinds(m.net_dropped.clone())
     }),
     row("vcpu_exits_total", "vCPU exits to the monitor, by kind.", |m| {
         Sampled::Kinds(m.vcpu_exits.clone())

@@ -8,6 +8,7 @@ use crate::api::free_pages::FreePagesRequest;
 use crate::api::limits::{LimitsChange, RateLimits};
 use crate::api::merge::MergeRun;
 use crate::api::migration::{AtTimeLimit, FreePageChoice, MigrationRequest};
+use crate::api::net::{LinkState, NetChange};
 use crate::api::vm::SnapshotTarget;
 
 fn ask(method: &str, target: &str, body: &str) -> Result<Operation, Problem> {
@@ -68,6 +69,13 @@ fn finds_every_operation() {
                     ..RateLimits::default()
                 },
             }),
+        ),
+        ("GET", "/net", "", Operation::Net),
+        (
+            "PUT",
+            "/net",
+            r#"{"device": "net0", "link": "down"}"#,
+            Operation::SetNet(NetChange { device: "net0".to_owned(), link: LinkState::Down }),
         ),
         ("GET", "/merge", "", Operation::Merge),
         (

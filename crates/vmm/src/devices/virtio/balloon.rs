@@ -134,7 +134,7 @@ impl VirtioDevice for BalloonDevice {
             interrupt: progress.interrupt,
             more: progress.more,
             deferred: progress.due,
-            config_changed: false,
+            ..Work::default()
         }
     }
 

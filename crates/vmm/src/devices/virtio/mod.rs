@@ -3,6 +3,7 @@
 pub mod balloon;
 pub mod block;
 pub mod mmio;
+pub mod net;
 #[cfg(feature = "planted-bug")]
 pub mod planted_bug;
 pub mod rng;
@@ -35,6 +36,8 @@ pub struct Work {
     pub deferred: bool,
     /// The configuration space has changed: notify the driver.
     pub config_changed: bool,
+    /// There was something to do, even if the driver need not know.
+    pub served: bool,
 }
 
 /// A descriptor of the host for which a device waits besides its queues. One that waits for several
@@ -83,6 +86,12 @@ pub trait VirtioDevice: Send {
     /// The limits of its requests, for a device that asks them before each one.
     fn throttle(&self) -> Option<&Arc<Throttle>> {
         None
+    }
+
+    /// The limits of its requests by name, to be shown and changed; a device with several asks them
+    /// itself.
+    fn throttles(&self) -> Vec<(&'static str, Arc<Throttle>)> {
+        self.throttle().map(|throttle| ("", throttle.clone())).into_iter().collect()
     }
 
     /// Reads the configuration space.

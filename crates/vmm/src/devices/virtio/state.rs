@@ -4,6 +4,8 @@ use ebb_balloon::BalloonState;
 use serde::{Deserialize, Serialize};
 use virtio_queue::{Queue, QueueState};
 
+use crate::config::MacAddress;
+
 /// A device behind its register window.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TransportState {
@@ -110,6 +112,15 @@ pub enum DeviceState {
         #[serde(default)]
         modified_unix_ns: Option<u64>,
     },
+    /// A network device.
+    Net {
+        /// Its address.
+        mac: MacAddress,
+        /// The MTU that it announces.
+        mtu: Option<u16>,
+        /// Whether the operator has taken its link down.
+        link_down: bool,
+    },
     /// A socket device. Its connections end where it is restored.
     Vsock {
         /// CID of the guest.
@@ -134,6 +145,7 @@ impl DeviceDescription {
     /// Name of the device for messages.
     pub fn name(&self) -> String {
         match self.device_id {
+            1 => "network device".to_owned(),
             2 => "disk".to_owned(),
             4 => "entropy device".to_owned(),
             5 => "balloon".to_owned(),

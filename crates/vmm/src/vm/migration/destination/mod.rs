@@ -23,12 +23,13 @@ use super::MigrationThread;
 use super::description::Description;
 use super::source::greeting;
 use crate::api::ApiSocket;
+use crate::devices::virtio::net::{OpenNet, open_all};
 use crate::ending::join_until;
 use crate::exit::{ExitSignal, GuestExit};
 use crate::file::readable;
 use crate::isolation::{Isolation, KeptName, Sockets};
 use crate::seccomp::{Filters, ThreadKind};
-use crate::snapshot::{DescribedPaths, Overrides};
+use crate::snapshot::{DescribedPaths, Overrides, SnapshotError};
 use crate::vm::build::{Arriving, Built, Origin, build};
 use crate::vm::event_loop::signals::Signals;
 use crate::vm::event_loop::{ConsoleInput, finish_console, start_api, start_log, wait_for_end};
@@ -76,6 +77,8 @@ pub fn receive(
     let has_names = api.is_some() || file.is_some() || has_vsock;
     let sockets = if has_names { Sockets::Some } else { Sockets::None };
     let seccomp = config.overrides.seccomp;
+    // In the host's network namespace. Whether they fit the machine is found out when it comes.
+    let nets = open_all(&config.overrides.nets)?;
     let mut isolation = Isolation::begin(&config.overrides.isolation, seccomp, sockets)?;
     let filters = Filters::new(seccomp)?.with_rights(isolation.rights());
     start_log(&filters, &exit)?;
@@ -92,7 +95,7 @@ pub fn receive(
     };
     let serial = config.overrides.serial.clone();
     let Built { mut vm, input_read } =
-        match build_for(&description, shared, config, &isolation, &filters, &exit) {
+        match build_for(&description, shared, config, nets, &isolation, &filters, &exit) {
             Ok(built) => built,
             Err(error) => {
                 waiting.refuse(&error);
@@ -126,12 +129,17 @@ fn build_for(
     description: &Description,
     shared: Option<SharedRam>,
     config: ReceiveConfig,
+    nets: Vec<OpenNet>,
     isolation: &Isolation,
     filters: &Filters,
     exit: &Arc<ExitSignal>,
 ) -> Result<Built, VmError> {
     let backing = config.backing.unwrap_or(description.machine.backing);
     let mut machine = description.machine.clone().into_vm_config(config.overrides)?;
+    if nets.len() != machine.nets.len() {
+        // They are opened before the description comes, so that those in it cannot be.
+        return Err(SnapshotError::Nets { saved: machine.nets.len(), given: nets.len() }.into());
+    }
     machine.memory.backing = shared.as_ref().map_or(backing, |shared| shared.layout.backing);
     if backing != Backing::Hugetlb2M
         && let Some(available_bytes) = available_bytes()
@@ -140,7 +148,8 @@ fn build_for(
     }
     let arriving =
         Arriving { processor: description.processor.clone(), tsc_khz: description.tsc_khz, shared };
-    let built = build(machine, Origin::Migration(Box::new(arriving)), isolation, filters, exit)?;
+    let origin = Origin::Migration(Box::new(arriving));
+    let built = build(machine, origin, nets, isolation, filters, exit)?;
     description.check(&built.vm.here())?;
     Ok(built)
 }
