@@ -40,9 +40,14 @@ impl<'a> Tap<'a> {
     fn new(scene: &'a Scene, number: u8) -> Self {
         let tap = Self { scene, name: format!("ebbtap{number}") };
         // Left behind by an earlier run, perhaps.
-        let _ = tap.busybox(&["tunctl", "-d", &tap.name]);
+        let _ = tap.remove();
         assert!(tap.busybox(&["tunctl", "-t", &tap.name]), "{} cannot be created", tap.name);
         tap
+    }
+
+    /// Removes the interface, also from a process that uses it; returns whether it was there.
+    fn remove(&self) -> bool {
+        self.busybox(&["ip", "link", "delete", "dev", &self.name])
     }
 
     fn busybox(&self, arguments: &[&str]) -> bool {
@@ -69,7 +74,7 @@ impl<'a> Tap<'a> {
 
 impl Drop for Tap<'_> {
     fn drop(&mut self) {
-        self.busybox(&["tunctl", "-d", &self.name]);
+        self.remove();
     }
 }
 
@@ -166,8 +171,9 @@ fn streams_links_and_limits(scene: &Scene) {
         let metric = |name| guest.metric(&format!("ebb_net_{name}{{kind=\"net0_{direction}\"}}"));
         let (frames, bytes) = (metric("frames_total"), metric("bytes_total"));
         assert!((8 * MIB..16 * MIB).contains(&bytes), "{direction}: {bytes}");
-        // Segments are many times the size of a packet.
-        assert!(bytes / frames > 4000, "{direction}: {frames} frames of {bytes} bytes");
+        // More than a packet of this MTU, although acknowledgements are counted as well: whole
+        // segments pass, which the other side's kernel cuts.
+        assert!(bytes / frames > 1500, "{direction}: {frames} frames of {bytes} bytes");
     }
 
     set_link(&guest, LinkState::Down);
@@ -193,7 +199,7 @@ fn streams_links_and_limits(scene: &Scene) {
     assert_eq!(guest.outcome(ping).unwrap()["code"], 0);
 
     // Without its interface, the machine goes on.
-    drop(tap);
+    assert!(tap.remove());
     wait_carrier(&guest, "0");
     let device = &net(&guest).devices[0];
     assert_eq!((device.link, device.wanted_link), (LinkState::Down, LinkState::Up));

@@ -45,9 +45,10 @@ impl Vm {
             ControlError::Invalid {
                 field: "device",
                 message: "this virtual machine has no such network device".to_owned(),
-                remedy: Some(match names.is_empty() {
-                    true => "start it with --net".to_owned(),
-                    false => format!("name one of: {}", names.join(", ")),
+                remedy: Some(if names.is_empty() {
+                    "start it with --net".to_owned()
+                } else {
+                    format!("name one of: {}", names.join(", "))
                 }),
             }
         })?;

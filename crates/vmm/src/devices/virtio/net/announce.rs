@@ -32,7 +32,7 @@ fn packet(mac: MacAddress, ethertype: u16, operation: u16, target: [u8; 6]) -> [
         &[0; 4],
         &target,
         // No address of a network begins with 0, so that the question matches none.
-        &[0, 0, 0, if ethertype == ETHERTYPE_ARP { 1 } else { 0 }],
+        &[0, 0, 0, u8::from(ethertype == ETHERTYPE_ARP)],
         &[0; 16],
         &[0; 2],
     ];

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use ebb_guest_ram::GuestMemory;
+use rustix::event::PollFlags;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress};
@@ -70,17 +71,17 @@ fn descriptor(input: &mut Input<'_>) -> [u8; 16] {
 
 /// Any driver, backend and events: the device neither panics nor works without end, uses no more
 /// buffers than it was given, and what it saves can be restored.
+///
+/// # Panics
+/// If it is not so.
 pub fn fuzz_net(data: &[u8]) {
     let mut input = Input::new(data);
-    #[expect(clippy::unwrap_used, reason = "the range is valid")]
-    let memory = GuestMemory::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap();
-    #[expect(clippy::unwrap_used, reason = "the option is valid")]
-    let config: NetConfig = match input.byte() % 3 {
+    let Ok(memory) = GuestMemory::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]) else { return };
+    let text = match input.byte() % 3 {
         0 => "fd=9,tx_ops=1000000,rx_bandwidth=1G",
         _ => "fd=9,mtu=1400",
-    }
-    .parse()
-    .unwrap();
+    };
+    let Ok(config) = text.parse::<NetConfig>() else { return };
     let lengths = input.take(16).iter().map(|length| usize::from(*length) * 270 + 1).collect();
     let port = Port::Scripted(lengths);
     let is_tap = input.byte().is_multiple_of(2);
@@ -108,13 +109,17 @@ pub fn fuzz_net(data: &[u8]) {
     for _ in 0..64 {
         let which = usize::from(input.byte() % 3);
         match input.byte() % 16 {
-            0 => drop(device.set_link(LinkState::Down)),
-            1 => drop(device.set_link(LinkState::Up)),
-            2 => drop(device.on_timer(Instant::now())),
+            0 => {
+                device.set_link(LinkState::Down);
+            }
+            1 => {
+                device.set_link(LinkState::Up);
+            }
+            2 => {
+                device.on_timer(Instant::now());
+            }
             3 => {
-                drop(device.on_host_events(rustix::event::PollFlags::from_bits_retain(
-                    input.byte().into(),
-                )))
+                device.on_host_events(PollFlags::from_bits_retain(input.byte().into()));
             }
             4 => check_saved(&mut device, &config, &memory, features),
             _ => {

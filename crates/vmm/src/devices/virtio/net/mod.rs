@@ -285,7 +285,7 @@ impl Net {
     fn receive_one(&mut self, queue: &mut Queue) -> Result<Received, Failure> {
         let is_up = self.link == LinkState::Up;
         match &mut self.backend {
-            Backend::Tap(tap) if is_up => self.receive.from_tap(queue, tap),
+            Backend::Tap(tap) if is_up => self.receive.read_tap(queue, tap),
             Backend::Tap(tap) => self.receive.discard(tap),
             Backend::Stream(stream) => loop {
                 if let Some(frame) = stream.frame().map_err(Failure::Backend)? {
@@ -317,9 +317,9 @@ impl Net {
             Ok(Sent::default())
         } else {
             match &mut self.backend {
-                Backend::Tap(tap) => self.transmit.to_tap(queue, tap, throttle, FRAMES_A_CALL),
+                Backend::Tap(tap) => self.transmit.send_to_tap(queue, tap, throttle, FRAMES_A_CALL),
                 Backend::Stream(stream) => {
-                    self.transmit.to_stream(queue, stream, throttle, FRAMES_A_CALL)
+                    self.transmit.send_to_stream(queue, stream, throttle, FRAMES_A_CALL)
                 }
             }
         };
@@ -345,24 +345,16 @@ impl Net {
     fn control(&mut self) -> Work {
         let Some(queues) = &mut self.queues else { return Work::default() };
         let answered = control::answer(&mut queues.control, &self.memory);
-        match answered {
-            Ok(answered) => {
-                if answered.announced {
-                    self.asks_to_announce = false;
-                }
-                Work {
-                    interrupt: answered.requests > 0,
-                    more: answered.more,
-                    served: answered.requests > 0,
-                    ..Work::default()
-                }
-            }
-            Err(ring::Unwritable) => {
-                let mut work = Work::default();
-                self.stop(Failure::Ring, &mut work);
-                work
-            }
+        let Ok(answered) = answered else {
+            let mut work = Work::default();
+            self.stop(Failure::Ring, &mut work);
+            return work;
+        };
+        if answered.announced {
+            self.asks_to_announce = false;
         }
+        let served = answered.requests > 0;
+        Work { interrupt: served, more: answered.more, served, ..Work::default() }
     }
 
     /// Announces the guest's address in its place. A lost announcement is followed by others.

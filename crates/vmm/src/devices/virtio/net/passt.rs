@@ -86,10 +86,9 @@ impl Passt {
             // that is found below.
             let _ = rustix::io::write(socket, &bytes);
             let mut fds = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN)];
-            match poll(&mut fds, Some(&START_LIMIT)) {
+            if let Ok(0) = poll(&mut fds, Some(&START_LIMIT)) {
                 // It has no IPv4, perhaps.
-                Ok(0) => return Ok(()),
-                Ok(_) | Err(_) => {}
+                return Ok(());
             }
         }
         let received = stream.receive();

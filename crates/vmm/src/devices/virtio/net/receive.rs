@@ -166,7 +166,7 @@ impl Receive {
     }
 
     /// Receives a frame from a tap interface, directly into the driver's buffers.
-    pub(super) fn from_tap(
+    pub(super) fn read_tap(
         &mut self,
         queue: &mut Queue,
         tap: &mut Tap,

@@ -111,7 +111,7 @@ impl Stream {
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {
                     return Ok(Progress::None);
                 }
-                Err(error) => return Err(broken_write(error.into())),
+                Err(error) => return Err(broken_write(&error.into())),
             }
         }
         Ok(Progress::Some)
@@ -124,7 +124,7 @@ impl Stream {
 }
 
 /// Describes a failed write.
-pub(super) fn broken_write(error: io::Error) -> Broken {
+pub(super) fn broken_write(error: &io::Error) -> Broken {
     match error.kind() {
         io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => "it has ended".to_owned(),
         _ => format!("it cannot be written to: {error}"),

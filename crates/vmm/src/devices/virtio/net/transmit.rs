@@ -70,7 +70,7 @@ impl Transmit {
     }
 
     /// Sends at most `most` frames to a tap interface, directly from the driver's buffers.
-    pub(super) fn to_tap(
+    pub(super) fn send_to_tap(
         &mut self,
         queue: &mut Queue,
         tap: &Tap,
@@ -130,7 +130,7 @@ impl Transmit {
     }
 
     /// Sends at most `most` frames to a stream, several in a system call.
-    pub(super) fn to_stream(
+    pub(super) fn send_to_stream(
         &mut self,
         queue: &mut Queue,
         stream: &mut Stream,
@@ -218,7 +218,7 @@ impl Transmit {
             }
             Err(error) => {
                 unpop(queue, self.frames.len());
-                return Err(Failure::Backend(broken_write(error)));
+                return Err(Failure::Backend(broken_write(&error)));
             }
         };
         let (mut end, mut taken) = (0, 0);
