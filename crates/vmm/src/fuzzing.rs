@@ -26,6 +26,7 @@ use crate::isolation::CgroupConfig;
 
 pub use crate::devices::virtio::block::fuzz_qcow2_images as qcow2_images;
 pub use crate::devices::virtio::net::{fuzz_net as net_chains, fuzzed_chains};
+pub use crate::devices::virtio::vsock::{fuzz_chains as vsock_chains, hostile_chains};
 pub use crate::isolation::{
     fuzz_companion_replies as companion_replies, fuzz_companion_requests as companion_requests,
 };
@@ -35,7 +36,7 @@ pub use crate::vm::fuzz_descriptors as api_descriptors;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 7] = [
+pub const TARGETS: [Target; 8] = [
     ("api_descriptors", api_descriptors),
     ("companion_replies", companion_replies),
     ("companion_requests", companion_requests),
@@ -43,6 +44,7 @@ pub const TARGETS: [Target; 7] = [
     ("option_texts", option_texts),
     ("qcow2_images", qcow2_images),
     ("rate_limits", rate_limits),
+    ("vsock_chains", vsock_chains),
 ];
 
 /// Far longer than anything here takes, so that a target that hangs ends.

@@ -306,6 +306,7 @@ const COMPANION: &[c_long] = &[
     libc::SYS_recvmsg,
     libc::SYS_renameat,
     libc::SYS_sendmsg,
+    libc::SYS_shutdown,
     libc::SYS_unlinkat,
 ];
 

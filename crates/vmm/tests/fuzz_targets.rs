@@ -55,6 +55,7 @@ mod fuzz_targets {
     pub mod snapshot;
     pub mod tracker_recording;
     pub mod vmlinux_extraction;
+    pub mod vsock_chains;
 }
 
 /// Lists targets by name.
@@ -103,6 +104,7 @@ const TARGETS: [Target; 33] = targets![
     snapshot,
     tracker_recording,
     vmlinux_extraction,
+    vsock_chains,
 ];
 
 /// One test, so that no other thread of this process opens files meanwhile.

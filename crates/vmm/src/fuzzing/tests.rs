@@ -58,3 +58,22 @@ fn no_input_makes_a_target_fail() {
         assert!(result.is_ok(), "{name}: {result:?}");
     }
 }
+
+/// `EBB_CHAINS=100000000` for a long run; the number of chains is printed.
+#[test]
+fn hostile_chains_against_vsock() {
+    let wanted = std::env::var("EBB_CHAINS").ok().and_then(|text| text.parse().ok());
+    let wanted: u64 = wanted.unwrap_or(200_000);
+    let (mut chains, mut state, mut data) = (0, 0x9e37_79b9_7f4a_7c15_u64, vec![0; 4096]);
+    while chains < wanted {
+        for part in data.chunks_mut(8) {
+            // xorshift64 (Marsaglia 2003).
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            part.copy_from_slice(&state.to_le_bytes());
+        }
+        chains += hostile_chains(&data);
+    }
+    println!("{chains} chains");
+}

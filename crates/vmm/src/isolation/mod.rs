@@ -26,12 +26,12 @@ use thiserror::Error;
 use crate::config::Switch;
 
 pub use cgroup::CgroupConfig;
-#[cfg(any(test, feature = "testing"))]
-pub(crate) use companion::fuzz_allowed_directory;
 pub use companion::{
     COMPANION_COMMAND, Companion, CompanionError, KeptName, VsockLink, serve as serve_companion,
 };
 pub(crate) use companion::{NO_DIRECTORY, NewFile};
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use companion::{TestCompanion, fuzz_allowed_directory};
 #[cfg(any(test, feature = "testing"))]
 pub use companion::{fuzz_companion_replies, fuzz_companion_requests};
 pub use identity::UserChoice;

@@ -550,6 +550,7 @@ impl TestVm {
             }),
             merge: Some(counted()),
             delayed_requests: vec![KindCount::new("disk0", 5)],
+            vsock: Some(VsockMetrics::default()),
             net_frames: vec![KindCount::new("net0_rx", 8), KindCount::new("net0_tx", 9)],
             net_bytes: vec![KindCount::new("net0_rx", 800), KindCount::new("net0_tx", 900)],
             net_dropped: vec![KindCount::new("net0_rx", 0), KindCount::new("net0_tx", 1)],

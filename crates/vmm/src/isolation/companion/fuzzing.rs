@@ -17,7 +17,9 @@ use rustix::fs::Mode;
 use rustix::net::Shutdown;
 
 use super::message::{self, Reply, Request};
-use super::{AllowedDirectory, Companion, CompanionError, KeptName, NewFile, pair, serve};
+use super::{
+    AllowedDirectory, Companion, CompanionError, KeptName, NewFile, VsockLink, pair, serve,
+};
 use crate::config::Switch;
 use crate::fuzzing::{self, Input, Leak, prepared};
 
@@ -90,9 +92,10 @@ fn send_requests(data: &[u8]) -> io::Result<()> {
     fs::write(path("outside/snapshot"), MAGIC)?;
     let listen = |name: &str| {
         let mode = Mode::RUSR | Mode::WUSR;
-        SocketFile::listen(&path(name), mode, 1).map_err(io::Error::other)
+        SocketFile::listen(&path(name), mode, 16).map_err(io::Error::other)
     };
-    let (given, _other) = (listen("sockets/given")?.0, listen("sockets/other")?);
+    let (given, (_other, listener)) = (listen("sockets/given")?.0, listen("sockets/other")?);
+    let _port = listen("sockets/given_1")?;
     let mut before = list(scene.path())?;
     before.remove(&path("sockets/given"));
 
@@ -100,14 +103,14 @@ fn send_requests(data: &[u8]) -> io::Result<()> {
     let hostile = ours.try_clone()?;
     let thread = std::thread::spawn(move || serve::serve_on(&theirs));
     let companion = Companion::over(ours);
-    let ready = || -> Result<KeptName, CompanionError> {
-        let name = companion.keep(given)?;
+    let ready = || -> Result<(KeptName, VsockLink), CompanionError> {
+        let name = companion.keep_vsock(given)?;
         companion
             .allow(&AllowedDirectory::open(&path("allowed")).map_err(CompanionError::Start)?)?;
         companion.begin(Switch::On)?;
         Ok(name)
     };
-    let given = ready().map_err(io::Error::other)?;
+    let (given, link) = ready().map_err(io::Error::other)?;
 
     let leak = Leak::new()?;
     let mut input = Input::new(data);
@@ -116,8 +119,11 @@ fn send_requests(data: &[u8]) -> io::Result<()> {
             break;
         }
     }
+    connect_some(&mut input, &link, &leak)?;
     leak.check()?;
-    drop(hostile);
+    drop((hostile, link));
+    let accepted = rustix::net::accept(&listener);
+    assert!(accepted.is_err(), "a socket without a port was connected");
     companion.0.socket.lock().unwrap_or_else(PoisonError::into_inner).take();
     assert!(thread.join().is_ok(), "the companion panics");
     drop(given);
@@ -207,6 +213,29 @@ fn send_one(
         File::from(file).write_all(MAGIC)?;
     }
     Ok(true)
+}
+
+/// Sends a vsock device's requests: ports, and anything else. An answer comes to each port, and a
+/// socket only for the one that has a listener.
+fn connect_some(input: &mut Input<'_>, link: &VsockLink, leak: &Leak) -> io::Result<()> {
+    let wait = || poll(&mut [PollFd::new(link, PollFlags::IN)], Some(&fuzzing::PATIENCE));
+    for _ in 0..input.below(8) {
+        let port = u32::from(input.byte() % 4);
+        link.request(port)?;
+        assert!(wait()? == 1, "no answer for a port");
+        let answer = link.answer()?;
+        assert!(matches!(answer, Some(Ok(_))) == (port == 1), "port {port}: {answer:?}");
+    }
+    if input.rarely() {
+        let length = 1 + input.below(60);
+        let text = input.take(length);
+        let descriptors = vec![leak.descriptor(); input.below(60)];
+        if !text.is_empty() && fuzzing::send(link, text, &descriptors).is_ok() {
+            // It answers or ends.
+            assert!(wait()? == 1, "neither an answer nor an end");
+        }
+    }
+    Ok(())
 }
 
 /// Any text of `--allow-dir`: an open directory has an absolute path.

@@ -39,6 +39,8 @@ pub(crate) use fuzzing::fuzz_allowed_directory;
 pub use fuzzing::{fuzz_companion_replies, fuzz_companion_requests};
 pub(crate) use serve::NO_DIRECTORY;
 pub use serve::serve;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use vsock::TestCompanion;
 pub use vsock::VsockLink;
 
 /// Command of the program that [`serve`]s; it is not for users.

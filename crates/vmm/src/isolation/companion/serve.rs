@@ -15,7 +15,7 @@ use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
 use super::message::{self, Reply, Request};
-use super::vsock::VsockServer;
+use super::vsock::{VsockServer, VsockThread};
 use crate::config::Switch;
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::client::NewSnapshot;
@@ -44,6 +44,8 @@ struct Server {
     allowed: Vec<(PathBuf, OwnedFd)>,
     /// Requests of a vsock device, until they are served.
     vsock: Option<VsockServer>,
+    /// The thread that serves them.
+    vsock_thread: Option<VsockThread>,
     /// A snapshot that is being written.
     snapshot: Option<NewSnapshot>,
 }
@@ -85,6 +87,9 @@ pub(super) fn serve_on(socket: &OwnedFd) -> io::Result<()> {
     server.names.iter().flatten().for_each(SocketEntry::remove);
     if let Some((parent, name)) = &server.cgroup {
         remove_cgroup(parent, name);
+    }
+    if let Some(thread) = server.vsock_thread {
+        thread.end();
     }
     served
 }
@@ -208,7 +213,8 @@ impl Server {
         self.restrict_paths().map_err(io::Error::other)?;
         let filters = Filters::new(seccomp).map_err(io::Error::other)?;
         if let Some(vsock) = self.vsock.take() {
-            vsock.spawn(filters.for_thread(ThreadKind::Companion))?;
+            let filter = filters.for_thread(ThreadKind::Companion);
+            self.vsock_thread = Some(vsock.spawn(filter)?);
         }
         filters.for_thread(ThreadKind::Companion).apply().map_err(io::Error::other)
     }

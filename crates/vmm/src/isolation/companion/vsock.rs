@@ -6,10 +6,11 @@ use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
 
 use ebb_local_io::stream_socket;
 use rustix::fs::{Mode, OFlags};
-use rustix::net::SocketAddrUnix;
+use rustix::net::{Shutdown, SocketAddrUnix};
 
 use super::ended;
 use super::message::{self, Connect, Reply};
@@ -90,8 +91,9 @@ pub(super) struct VsockServer {
 
 impl VsockServer {
     /// Serves the requests on a thread, which ends with the monitor.
-    pub(super) fn spawn(self, filter: ThreadFilter) -> io::Result<()> {
-        std::thread::Builder::new().name("vsock".to_owned()).spawn(move || {
+    pub(super) fn spawn(self, filter: ThreadFilter) -> io::Result<VsockThread> {
+        let socket = self.socket.try_clone()?;
+        let thread = std::thread::Builder::new().name("vsock".to_owned()).spawn(move || {
             if let Err(error) = filter.apply() {
                 tracing::warn!("vsock: {error}");
                 return;
@@ -107,7 +109,7 @@ impl VsockServer {
                 }
             }
         })?;
-        Ok(())
+        Ok(VsockThread { socket, thread })
     }
 
     /// Connects to the socket of a port. A full queue of its listener is a refusal: a guest must
@@ -120,5 +122,47 @@ impl VsockServer {
         let stream = stream_socket()?;
         rustix::net::connect(&stream, &SocketAddrUnix::new(&path)?)?;
         Ok(stream)
+    }
+}
+
+/// The thread of a [`VsockServer`].
+#[derive(Debug)]
+pub(super) struct VsockThread {
+    socket: OwnedFd,
+    thread: JoinHandle<()>,
+}
+
+impl VsockThread {
+    /// Ends the connection to the monitor, and with it the thread.
+    pub(super) fn end(self) {
+        let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
+        let _ = self.thread.join();
+    }
+}
+
+/// The companion's end of a link, in the hands of a test.
+#[cfg(any(test, feature = "testing"))]
+#[derive(Debug)]
+pub(crate) struct TestCompanion(OwnedFd);
+
+#[cfg(any(test, feature = "testing"))]
+impl TestCompanion {
+    /// A link and its other end.
+    pub(crate) fn pair() -> io::Result<(VsockLink, Self)> {
+        let (ours, theirs) = super::pair()?;
+        rustix::io::ioctl_fionbio(&theirs, true)?;
+        Ok((VsockLink::new(ours)?, Self(theirs)))
+    }
+
+    /// The port of the next request, if there is one.
+    pub(crate) fn request(&self) -> Option<u32> {
+        let (Connect { port }, _) = message::receive(&self.0).ok().flatten()?;
+        Some(port)
+    }
+
+    /// Answers a request with a socket or a refusal.
+    pub(crate) fn answer(&self, socket: Option<BorrowedFd<'_>>) {
+        let error = socket.is_none().then(|| "refused".to_owned());
+        let _ = message::send(&self.0, &Reply { error }, socket.as_slice());
     }
 }

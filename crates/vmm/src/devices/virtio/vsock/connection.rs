@@ -349,6 +349,13 @@ impl Connection {
         self.told_shutdown == SHUTDOWN_BOTH
     }
 
+    /// Panics if more is kept than was announced.
+    #[cfg(any(test, feature = "testing"))]
+    pub(super) fn check(&self) {
+        assert!(self.unsent.len() <= self.buf_alloc as usize);
+        assert!(self.unsent.capacity() <= 2 * self.buf_alloc as usize + 64);
+    }
+
     fn may_read(&self) -> bool {
         self.phase == Phase::Open
             && self.readable

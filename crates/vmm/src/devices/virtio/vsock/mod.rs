@@ -9,8 +9,14 @@ mod clients;
 mod connection;
 mod connector;
 mod counters;
+#[cfg(any(test, feature = "testing"))]
+mod fuzzing;
 mod muxer;
 mod packet;
+#[cfg(any(test, feature = "testing"))]
+mod testing;
+#[cfg(test)]
+mod tests;
 
 use std::io::{self, Write as _};
 use std::os::fd::OwnedFd;
@@ -26,6 +32,8 @@ use crate::isolation::VsockLink;
 use crate::seccomp::ThreadKind;
 
 pub use counters::{InvalidPackets, VsockCounters};
+#[cfg(any(test, feature = "testing"))]
+pub use fuzzing::{fuzz_chains, hostile_chains};
 
 use connector::Connector;
 use muxer::Muxer;

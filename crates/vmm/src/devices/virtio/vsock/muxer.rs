@@ -163,6 +163,8 @@ impl Muxer {
             match self.clients.accept(&self.listener, &self.epoll, now) {
                 Ok(Some((client, deadline))) => {
                     self.deadlines.insert((deadline, Limited::Client(client)));
+                    // Most have sent their line by now.
+                    self.on_client(client, now);
                 }
                 Ok(None) => return,
                 Err(errno) => {
@@ -575,6 +577,26 @@ impl Muxer {
             });
         }
         None
+    }
+}
+
+#[cfg(any(test, feature = "testing"))]
+impl Muxer {
+    /// Panics if anything that is kept has no bound or does not fit together.
+    pub(super) fn check(&self) {
+        let count = self.connections.len();
+        assert!(count <= self.most_connections && self.resets.len() <= MOST_RESETS);
+        assert!(self.deadlines.len() <= count + self.clients.len(), "time limits of nothing");
+        // Those that have ended are taken out when it is their turn.
+        assert!(self.connector.backlog() <= 2 * self.most_connections);
+        let queued = self.connections.values().filter(|connection| connection.is_queued).count();
+        assert!(queued <= self.line.len(), "a connection is not in the line");
+        let extra: u32 =
+            self.connections.values().map(|c| c.buf_alloc() - LEAST_BUFFER_BYTES).sum();
+        assert_eq!(extra + self.buffer_bytes, SHARED_BUFFER_BYTES, "buffers are lost");
+        for connection in self.connections.values() {
+            connection.check();
+        }
     }
 }
 
