@@ -14,7 +14,8 @@ use super::processor::Processor;
 use super::state::InterruptControllers;
 use super::*;
 use crate::config::{
-    BootFiles, DiskConfig, MergeBackend, MergeConfig, RateLimits, RebootAction, Switch, VmConfig,
+    BootFiles, DiskConfig, MergeBackend, MergeConfig, NetBackend, NetConfig, RateLimits,
+    RebootAction, Switch, VmConfig,
 };
 use crate::devices::serial::SavedSerial;
 use crate::isolation::IsolationConfig;
@@ -37,7 +38,7 @@ fn config() -> VmConfig {
         balloon: crate::config::options::parse_balloon("hinting=off,poison=off").unwrap(),
         disks: vec!["path=/disk,readonly=on".parse().unwrap()],
         rng: Some(RateLimits::default()),
-        nets: vec!["tap=tap0,mac=02:00:00:00:00:01,mtu=1400".parse().unwrap()],
+        nets: Vec::new(),
         vsock: None,
         serial: crate::config::SerialConfig::Null,
         api: Some("/run/api".into()),
@@ -240,6 +241,43 @@ fn no_path_of_a_description_is_opened() {
 
     let trusted = evil.clone().into_vm_config(trusting()).unwrap();
     assert_eq!(MachineConfig::of(&trusted), evil);
+}
+
+/// Devices keep what the guest knows about them, and get the backends that are named here.
+#[test]
+fn network_devices_get_new_backends() {
+    let nets = |texts: &[&str]| -> Vec<NetConfig> {
+        texts.iter().map(|text| text.parse().unwrap()).collect()
+    };
+    let (mac, other) = ("mac=02:00:00:00:00:01", "mac=02:00:00:00:00:02");
+    let mut saved = config();
+    saved.disks.clear();
+    saved.nets =
+        nets(&[&format!("tap=a,{mac},mtu=1400,rx_ops=5"), &format!("user,ports=1:2,{other}")]);
+    let saved = MachineConfig::of(&saved);
+    let text = serde_json::to_string(&saved).unwrap();
+    let saved: MachineConfig = serde_json::from_str(&text).unwrap();
+    let given = |texts: &[&str]| {
+        let overrides = Overrides { nets: nets(texts), ..Overrides::default() };
+        saved.clone().into_vm_config(overrides).map(|config| config.nets)
+    };
+    let expected = nets(&[&format!("tap=b,{mac},mtu=1400"), "fd=7,mac=02:00:00:00:00:09"]);
+    assert_eq!(given(&["tap=b", "fd=7,mac=02:00:00:00:00:09"]).unwrap(), expected);
+    for (wrong, found) in [
+        (&[][..], "--net tap=NAME or --net user for each of its 2 network devices"),
+        (&["user"], "2 network devices, --net was given 1 times"),
+        (&["user,mtu=1500", "user"], "device 0 announces the MTU 1400"),
+        (&["user", "user,mtu=1500"], "device 1 announces the MTU none"),
+    ] {
+        let error = given(wrong).unwrap_err().to_string();
+        assert!(error.contains(found), "{wrong:?}: {error}");
+    }
+    let trusted = saved.clone().into_vm_config(trusting()).unwrap();
+    assert_eq!(trusted.nets, saved.nets);
+    // A descriptor's number means nothing in another process.
+    let mut saved = saved;
+    saved.nets[0].backend = NetBackend::Descriptor(5);
+    assert!(matches!(saved.into_vm_config(trusting()), Err(SnapshotError::Nets { .. })));
 }
 
 #[test]
