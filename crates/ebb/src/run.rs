@@ -68,7 +68,11 @@ pub struct Args {
     /// guest has negotiated page poison.
     #[arg(long, value_name = BALLOON_FORM, default_value = "reporting=on")]
     balloon: String,
-    /// A raw disk image; give one for each disk
+    /// A disk; give one for each
+    ///
+    /// The format of its image is never guessed. With overlay=FILE, the guest's writes go to that
+    /// qcow2 image, which is created if it does not exist, and the image at path= is only read.
+    /// direct=on bypasses the host's page cache. See docs/disks.md.
     ///
     /// bandwidth (bytes) and ops (requests) limit what the guest transfers in a second, also at run
     /// time with `ebb ctl SOCKET limits`. The bursts, what may pass at once after an idle time, are
