@@ -25,7 +25,7 @@ help:
 	@echo 'make test    install the dependencies and run all tests, including those on real guests'
 	@echo 'make test-long  the tests on real guests with full counts (hours); writes $(LONG_RESULTS)'
 	@echo 'make build   the release programs in $(PROGRAMS):'
-	@echo '             ebb, ebb-lab, ebb-agent; and the module'
+	@echo '             ebb, ebb-lab, ebb-agent, ebb-guest-agent; and the module'
 	@echo 'make module  the balloon driver for guests: target/ebb_balloon/RELEASE/ebb_balloon.ko'
 	@echo '             (MODULE_KERNEL=RELEASE)'
 	@echo 'make planted-bug  the monitor with a bug for the tests that exploit it'
@@ -41,7 +41,7 @@ deps:
 	scripts/install-deps.sh
 
 build: module
-	$(CARGO) build --release --locked -p ebb -p ebb-lab -p ebb-agent
+	$(CARGO) build --release --locked -p ebb -p ebb-lab -p ebb-agent -p ebb-guest-agent
 
 # Runs a separate make, because `deps` may have installed the kernel after this file was read. The
 # lock serializes builds, because Kbuild has none.

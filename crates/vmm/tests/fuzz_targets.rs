@@ -37,6 +37,8 @@ mod fuzz_targets {
     pub mod broker_server;
     pub mod companion_replies;
     pub mod companion_requests;
+    pub mod exec_archive;
+    pub mod exec_frames;
     pub mod kernel_image;
     pub mod migration_garbage;
     pub mod migration_receiver;
@@ -69,7 +71,7 @@ macro_rules! targets {
 type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-const TARGETS: [Target; 33] = targets![
+const TARGETS: [Target; 37] = targets![
     api_descriptors,
     api_request,
     balloon_config,
@@ -86,6 +88,8 @@ const TARGETS: [Target; 33] = targets![
     broker_server,
     companion_replies,
     companion_requests,
+    exec_archive,
+    exec_frames,
     kernel_image,
     migration_garbage,
     migration_receiver,

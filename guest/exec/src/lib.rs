@@ -10,6 +10,7 @@ pub mod account;
 pub mod archive;
 pub mod channel;
 pub mod exec;
+#[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
 pub mod server;
 pub mod transfer;

@@ -12,8 +12,8 @@ use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::control::ProcessMemory;
-use super::generation::Generation;
 use super::disks::NamedDisk;
+use super::generation::Generation;
 use super::limits::Throttled;
 use super::merge::Merging;
 use super::migration::description::capabilities;

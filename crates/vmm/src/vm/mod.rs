@@ -56,8 +56,8 @@ use crate::snapshot::SnapshotError;
 use crate::snapshot::state::InterruptControllers;
 
 use control::ProcessMemory;
-use generation::Generation;
 use disks::NamedDisk;
+use generation::Generation;
 use limits::Throttled;
 use merge::Merging;
 use migration::Migrations;
