@@ -321,7 +321,7 @@ fn every_metric_is_documented() {
             description.contains(&format!("`{name}`"))
                 || description.contains(&format!("`{name}{{kind}}`"))
         };
-        let prefixes = ["ebb_balloon_", "ebb_merge_"];
+        let prefixes = ["ebb_balloon_", "ebb_merge_", "ebb_vsock_"];
         let short = prefixes
             .iter()
             .find_map(|prefix| sample.name.strip_prefix(prefix))

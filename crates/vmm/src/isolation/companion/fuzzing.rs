@@ -221,9 +221,12 @@ fn connect_some(input: &mut Input<'_>, link: &VsockLink, leak: &Leak) -> io::Res
     let wait = || poll(&mut [PollFd::new(link, PollFlags::IN)], Some(&fuzzing::PATIENCE));
     for _ in 0..input.below(8) {
         let port = u32::from(input.byte() % 4);
-        link.request(port)?;
+        // Nonsense on the other connection has ended both.
+        if link.request(port).is_err() {
+            return Ok(());
+        }
         assert!(wait()? == 1, "no answer for a port");
-        let answer = link.answer()?;
+        let Ok(answer) = link.answer() else { return Ok(()) };
         assert!(matches!(answer, Some(Ok(_))) == (port == 1), "port {port}: {answer:?}");
     }
     if input.rarely() {

@@ -37,6 +37,9 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 /// How long a connection that the host has ended may wait for the guest, which may still have data
 /// to read; Linux waits as long (`VSOCK_CLOSE_TIMEOUT`).
 const CLOSE_LIMIT: Duration = Duration::from_secs(8);
+/// How long no client is accepted after an error, for example without a free descriptor: the
+/// listener would wake the thread again and again.
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 /// Most events handled in a call.
 const EVENTS_A_CALL: usize = 64;
 
@@ -61,6 +64,8 @@ pub(super) struct Muxer {
     listener: OwnedFd,
     /// Whether the listener is in the epoll descriptor.
     is_listening: bool,
+    /// When clients are accepted again after an error.
+    accept_at: Option<Instant>,
     connector: Connector,
     clients: Clients,
     connections: HashMap<Ports, Connection>,
@@ -95,6 +100,7 @@ impl Muxer {
             epoll: Arc::new(epoll),
             listener,
             is_listening: true,
+            accept_at: None,
             connector,
             clients: Clients::default(),
             connections: HashMap::new(),
@@ -122,7 +128,7 @@ impl Muxer {
     /// When [`on_timer`](Self::on_timer) has something to do.
     pub(super) fn deadline(&self) -> Option<Instant> {
         let first = self.deadlines.first().map(|(at, _)| *at);
-        first.into_iter().chain(self.connector.resume_at).min()
+        first.into_iter().chain(self.connector.resume_at).chain(self.accept_at).min()
     }
 
     /// Ends all connections without a word to the guest, whose driver has ended.
@@ -169,7 +175,7 @@ impl Muxer {
                 Ok(None) => return,
                 Err(errno) => {
                     crate::devices::guest_log!("vsock: no client can be accepted: {errno}");
-                    self.counters.refused_from_host += 1;
+                    self.accept_at = Some(now + ACCEPT_RETRY);
                     return;
                 }
             }
@@ -177,7 +183,8 @@ impl Muxer {
     }
 
     fn has_room_for_clients(&self) -> bool {
-        self.clients.has_room()
+        self.accept_at.is_none()
+            && self.clients.has_room()
             && self.connections.len() + self.clients.len() < self.most_connections
     }
 
@@ -323,6 +330,7 @@ impl Muxer {
                 }
             }
         }
+        self.accept_at = self.accept_at.filter(|at| *at > now);
         self.ask(now);
         self.refuse_without_companion(now);
         self.update_listening();
