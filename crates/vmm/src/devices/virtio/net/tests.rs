@@ -451,3 +451,30 @@ fn hostile_chains_by_number() {
     }
     println!("{} chains in {:?}", fuzzed_chains(), begin.elapsed());
 }
+
+/// The real program, from Debian's package: it understands the device's frames, and the other way
+/// round.
+#[test]
+fn passt_answers_a_frame_of_the_driver() {
+    let mac: MacAddress = "02:00:00:00:00:07".parse().unwrap();
+    let mut opened = open_all(&["user".parse().unwrap()]).unwrap().remove(0);
+    opened.wait_ready("net0", mac, || {}).unwrap();
+    let mut pair = pair("fd=9", opened, MERGEABLE);
+    pair.add(RECEIVE, DATA, 2048);
+    pair.net.process_queue(RECEIVE);
+    pair.add(TRANSMIT, DATA + 0x1000, 72);
+    let question = with_header(&announce::probe(mac));
+    pair.ram.memory().write_slice(&question, GuestAddress(DATA + 0x1000)).unwrap();
+    assert!(pair.net.process_queue(TRANSMIT).interrupt);
+    while pair.used(RECEIVE) == 0 {
+        let events = pair.net.host_events().expect("passt runs");
+        let mut fds = [rustix::event::PollFd::new(&events.fd, events.wanted)];
+        assert_eq!(rustix::event::poll(&mut fds, Some(&crate::fuzzing::PATIENCE)), Ok(1));
+        let ready = fds[0].revents();
+        pair.net.on_host_events(ready);
+    }
+    // An answer (2) to the driver's address (RFC 826).
+    let answer = pair.bytes(DATA + HEADER_BYTES as u64, 42);
+    assert_eq!((&answer[..6], &answer[12..14]), (&mac.bytes()[..], &[8, 6][..]));
+    assert_eq!(answer[20..22], [0, 2]);
+}
