@@ -92,8 +92,12 @@ pub enum EmulatedKvm {
 impl HostArgs {
     /// Where the guest's first serial line goes.
     pub fn serial(&self) -> SerialConfig {
-        let interactive = std::io::stdin().is_terminal();
-        let usual = if interactive { SerialConfig::Tty } else { SerialConfig::Stdio };
-        self.serial.clone().unwrap_or(usual)
+        self.serial.clone().unwrap_or_else(default_serial)
     }
+}
+
+/// The serial line of a machine whose user chooses none.
+pub fn default_serial() -> SerialConfig {
+    let interactive = std::io::stdin().is_terminal();
+    if interactive { SerialConfig::Tty } else { SerialConfig::Stdio }
 }

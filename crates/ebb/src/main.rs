@@ -5,6 +5,7 @@ mod ctl;
 mod doctor;
 mod exec;
 mod extract_vmlinux;
+mod firecracker;
 mod flags;
 mod guest;
 mod host_options;
@@ -43,6 +44,8 @@ struct Cli {
 enum Command {
     /// Run a virtual machine
     Run(Box<run::Args>),
+    /// Serve Firecracker's API, for its clients, and run the virtual machine that they configure
+    Firecracker(Box<firecracker::Args>),
     /// Run the virtual machine of a snapshot
     Restore(Box<restore::Args>),
     /// Move a running virtual machine to another monitor
@@ -69,13 +72,18 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = Cli::parse_from(firecracker::arguments(std::env::args_os()));
+    let log = match &cli.command {
+        Command::Firecracker(args) => args.log(cli.log),
+        _ => cli.log,
+    };
     let code = ebb_program::run(
         "ebb",
-        &cli.log,
+        &log,
         || LogWriter,
         || match cli.command {
             Command::Run(args) => run::run(*args),
+            Command::Firecracker(args) => firecracker::run(*args),
             Command::Restore(args) => restore::run(*args),
             Command::Migrate(args) => migrate::run(*args),
             Command::Receive(args) => receive::run(*args),

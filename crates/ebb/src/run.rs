@@ -15,7 +15,6 @@ use ebb_vmm::config::{
 use ebb_vmm::exit::GuestExit;
 use ebb_vmm::log;
 use ebb_vmm::probe::{self, KvmQuality};
-use ebb_vmm::vm::VmError;
 
 use crate::flags::word;
 use crate::host_options::{CLOCK_FORM, EmulatedKvm, EndArgs, HostArgs};
@@ -171,10 +170,13 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 }
 
 /// Runs a machine to its end and reports how it ended.
-pub fn run_machine(
+pub fn run_machine<E>(
     end: EndArgs,
-    machine: impl FnOnce() -> Result<GuestExit, VmError>,
-) -> anyhow::Result<ExitCode> {
+    machine: impl FnOnce() -> Result<GuestExit, E>,
+) -> anyhow::Result<ExitCode>
+where
+    anyhow::Error: From<E>,
+{
     if end.emulated_kvm == EmulatedKvm::Refuse {
         check_kvm()?;
     }

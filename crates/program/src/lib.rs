@@ -31,6 +31,13 @@ pub struct LogArgs {
     log: String,
 }
 
+impl LogArgs {
+    /// The filter `filter`, as if it were given.
+    pub fn at(filter: &str) -> Self {
+        Self { log: filter.to_owned() }
+    }
+}
+
 /// Sets up logging, runs `command` and prints its error. `name` is the program's name; what it logs
 /// and the error are written to `output`, a line at a time.
 pub fn run<W: Write>(

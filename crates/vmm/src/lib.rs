@@ -14,6 +14,7 @@
 //! | [`snapshot`] | a virtual machine in a file |
 //! | [`vm`] | the whole machine: built, run, paused, reset, saved, restored, moved |
 //! | [`api`] | the control socket |
+//! | [`firecracker`] | Firecracker's API to the same machine |
 //! | [`token_bucket`] | how much may pass in a time |
 //! | [`words`] | names of enum values, from their serde declarations |
 //! | [`log`] | log lines, which never delay a running machine |
@@ -31,6 +32,7 @@ pub mod devices;
 mod ending;
 pub mod exit;
 mod file;
+pub mod firecracker;
 #[cfg(any(test, feature = "testing"))]
 #[doc(hidden)]
 pub mod fuzzing;

@@ -7,11 +7,10 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{SendFlags, Shutdown};
 
-use super::control::{ControlError, Document, Machine, Outcome, Wait};
 use super::descriptors::{self, Completeness, MAX_DESCRIPTORS};
-use super::http::{self, Parsed, Request};
+use super::door::{Door, Pending, Served};
+use super::http::{self, Parsed};
 use super::reply::{BodyMode, Persistence, Problem, Reply, Status};
-use super::route::route;
 
 /// How long the rest of a refused request is read and discarded, so that its sender gets to read
 /// the refusal.
@@ -66,7 +65,7 @@ enum Phase {
     /// Between requests or receiving one.
     Reading(Leave),
     /// Waiting for the guest.
-    Awaiting(Wait, Persistence, BodyMode),
+    Awaiting(Pending, Persistence, BodyMode),
     /// Sending a reply.
     Writing(AfterReply),
     /// Discarding the rest of a refused request.
@@ -148,27 +147,27 @@ impl Connection {
     }
 
     /// Handles what poll has reported.
-    pub(super) fn on_ready(&mut self, ready: PollFlags, vm: &dyn Machine, now: Instant) -> Fate {
+    pub(super) fn on_ready(&mut self, ready: PollFlags, door: &dyn Door, now: Instant) -> Fate {
         if ready.is_empty() {
             return Fate::Keep;
         }
         match self.phase {
-            Phase::Reading(_) => self.receive(vm, now),
+            Phase::Reading(_) => self.receive(door, now),
             // Only a hang-up or an error is reported then: no client is left to answer.
             Phase::Awaiting(..) => Fate::Close,
-            Phase::Writing(_) => self.send(vm, now),
+            Phase::Writing(_) => self.send(door, now),
             Phase::Lingering => self.throw_away(),
         }
     }
 
     /// Handles timeouts.
-    pub(super) fn on_time(&mut self, vm: &dyn Machine, now: Instant) -> Fate {
-        if let Phase::Awaiting(wait, persistence, body) = &mut self.phase {
+    pub(super) fn on_time(&mut self, door: &dyn Door, now: Instant) -> Fate {
+        if let Phase::Awaiting(pending, persistence, body) = &mut self.phase {
             let (persistence, body) = (*persistence, *body);
-            return match wait.poll() {
-                Some(answer) => {
-                    self.answer(&late_reply(answer), persistence, body, now);
-                    self.send(vm, now)
+            return match pending.poll() {
+                Some(reply) => {
+                    self.answer(&reply, persistence, body, now);
+                    self.send(door, now)
                 }
                 None => Fate::Keep,
             };
@@ -181,27 +180,25 @@ impl Connection {
                 "the request did not arrive completely within {} ms",
                 self.limits.request.as_millis()
             );
-            self.refuse(Problem::new(Status::RequestTimeout, message), now);
-            return self.send(vm, now);
+            self.refuse(door, Problem::new(Status::RequestTimeout, message), now);
+            return self.send(door, now);
         }
         Fate::Close
     }
 
     /// Answers a client that waits for the guest, because the monitor ends. Returns whether
     /// anything remains to be sent.
-    pub(super) fn end(&mut self, now: Instant) -> bool {
-        if let Phase::Awaiting(wait, _, body) = &mut self.phase {
+    pub(super) fn end(&mut self, door: &dyn Door, now: Instant) -> bool {
+        if let Phase::Awaiting(pending, _, body) = &mut self.phase {
             let body = *body;
-            let reply = wait.poll().map_or_else(
-                || Problem::new(Status::ServiceUnavailable, "the machine has ended").into(),
-                late_reply,
-            );
+            let ended = || Problem::new(Status::ServiceUnavailable, "the machine has ended");
+            let reply = pending.poll().unwrap_or_else(|| door.refuse(ended()));
             self.answer(&reply, Persistence::Close, body, now);
         }
         matches!(self.phase, Phase::Writing(_))
     }
 
-    fn receive(&mut self, vm: &dyn Machine, now: Instant) -> Fate {
+    fn receive(&mut self, door: &dyn Door, now: Instant) -> Fate {
         let mut chunk = [0; CHUNK_BYTES];
         let received = match descriptors::receive(&self.socket, &mut chunk, &mut self.descriptors) {
             Ok(received) => received,
@@ -221,32 +218,28 @@ impl Connection {
                 "the request came with more file descriptors than can be received: at most \
                  {MAX_DESCRIPTORS}, fewer if the monitor has too many open files"
             );
-            self.refuse(Problem::new(Status::BadRequest, message), now);
-            return self.send(vm, now);
+            self.refuse(door, Problem::new(Status::BadRequest, message), now);
+            return self.send(door, now);
         }
-        self.serve(vm, now)
+        self.serve(door, now)
     }
 
     /// Executes the requests that have arrived, until one must wait or its reply cannot be sent at
     /// once.
-    fn serve(&mut self, vm: &dyn Machine, now: Instant) -> Fate {
+    fn serve(&mut self, door: &dyn Door, now: Instant) -> Fate {
         while let Phase::Reading(leave) = self.phase {
-            match http::parse(&self.input) {
+            match http::parse_within(&self.input, door.max_body_bytes()) {
                 Ok(Parsed::Complete { request, consumed_bytes }) => {
                     let (persistence, body) = (request.persistence, request.reply_body());
                     tracing::debug!(method = request.method, path = request.path, "API request");
                     let descriptors = std::mem::take(&mut self.descriptors);
-                    let outcome = carry_out(&request, descriptors, vm);
+                    let served = door.serve(&request, descriptors);
                     self.input.drain(..consumed_bytes);
-                    match outcome {
-                        Ok((status, Outcome::Done(document))) => {
-                            let reply = Reply::document(status, &document);
-                            self.answer(&reply, persistence, body, now);
+                    match served {
+                        Served::Done(reply) => self.answer(&reply, persistence, body, now),
+                        Served::Await(pending) => {
+                            self.phase = Phase::Awaiting(pending, persistence, body);
                         }
-                        Ok((_, Outcome::Await(wait))) => {
-                            self.phase = Phase::Awaiting(wait, persistence, body);
-                        }
-                        Err(problem) => self.answer(&problem.into(), persistence, body, now),
                     }
                 }
                 Ok(Parsed::Incomplete { .. }) if self.input_end == InputEnd::Reached => {
@@ -262,7 +255,7 @@ impl Connection {
                     return Fate::Keep;
                 }
                 Ok(Parsed::Incomplete { .. }) => return Fate::Keep,
-                Err(problem) => self.refuse(problem, now),
+                Err(problem) => self.refuse(door, problem, now),
             }
             if let Phase::Writing(_) = self.phase
                 && self.send_some(now) == Fate::Close
@@ -273,10 +266,10 @@ impl Connection {
         Fate::Keep
     }
 
-    fn refuse(&mut self, problem: Problem, now: Instant) {
+    fn refuse(&mut self, door: &dyn Door, problem: Problem, now: Instant) {
         self.input = Vec::new();
         self.descriptors = Vec::new();
-        self.answer(&problem.into(), Persistence::Close, BodyMode::Full, now);
+        self.answer(&door.refuse(problem), Persistence::Close, BodyMode::Full, now);
         self.phase = Phase::Writing(AfterReply::Linger);
     }
 
@@ -291,9 +284,9 @@ impl Connection {
     }
 
     /// Sends, then continues with the input that arrived meanwhile.
-    fn send(&mut self, vm: &dyn Machine, now: Instant) -> Fate {
+    fn send(&mut self, door: &dyn Door, now: Instant) -> Fate {
         match self.send_some(now) {
-            Fate::Keep => self.serve(vm, now),
+            Fate::Keep => self.serve(door, now),
             Fate::Close => Fate::Close,
         }
     }
@@ -340,34 +333,5 @@ impl Connection {
             Ok(_) | Err(Errno::AGAIN | Errno::INTR) => Fate::Keep,
             Err(_) => Fate::Close,
         }
-    }
-}
-
-/// The outcome of `request`, and the status if it is available at once.
-fn carry_out(
-    request: &Request<'_>,
-    descriptors: Vec<OwnedFd>,
-    vm: &dyn Machine,
-) -> Result<(Status, Outcome), Problem> {
-    let operation = route(request)?;
-    if !descriptors.is_empty() && !operation.takes_descriptors() {
-        let message = format!(
-            "{} {} takes no file descriptors, and {} came with the request",
-            request.method,
-            request.path,
-            descriptors.len()
-        );
-        return Err(Problem::new(Status::BadRequest, message)
-            .with_remedy("send them with the request that takes them, after the earlier replies"));
-    }
-    let status = Status::of(&operation);
-    Ok((status, vm.handle(operation, descriptors)?))
-}
-
-/// The reply after waiting.
-fn late_reply(answer: Result<Document, ControlError>) -> Reply {
-    match answer {
-        Ok(document) => Reply::document(Status::Ok, &document),
-        Err(error) => Problem::from(error).into(),
     }
 }

@@ -11,7 +11,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::net::Shutdown;
 
 use super::connection::{Connection, Fate, Limits};
-use super::control::Machine;
+use super::door::Door;
 use crate::fuzzing::{Input, Leak, prepared, send};
 
 /// Most times that a connection is served for a piece of input.
@@ -19,11 +19,11 @@ const ROUNDS: usize = 200;
 
 /// Serves a client that sends `data`: pieces, each of them a length, a number of descriptors and
 /// bytes. No descriptor is kept.
-pub(crate) fn fuzz_client(data: &[u8], vm: &dyn Machine) {
-    prepared(serve(data, vm));
+pub(crate) fn fuzz_client(data: &[u8], door: &dyn Door) {
+    prepared(serve(data, door));
 }
 
-fn serve(data: &[u8], vm: &dyn Machine) -> io::Result<()> {
+fn serve(data: &[u8], door: &dyn Door) -> io::Result<()> {
     let (mut client, server) = UnixStream::pair()?;
     client.set_nonblocking(true)?;
     server.set_nonblocking(true)?;
@@ -50,11 +50,11 @@ fn serve(data: &[u8], vm: &dyn Machine) -> io::Result<()> {
         if bytes.is_empty() || send(&client, bytes, &descriptors).is_err() {
             break;
         }
-        fate = serve_some(&mut connection, vm, &mut client)?;
+        fate = serve_some(&mut connection, door, &mut client)?;
     }
     if fate == Fate::Keep {
         rustix::net::shutdown(&client, Shutdown::Write)?;
-        serve_some(&mut connection, vm, &mut client)?;
+        serve_some(&mut connection, door, &mut client)?;
     }
     drop(connection);
     drop(client);
@@ -64,7 +64,7 @@ fn serve(data: &[u8], vm: &dyn Machine) -> io::Result<()> {
 /// Serves the connection until nothing is left to do, and reads its answers.
 fn serve_some(
     connection: &mut Connection,
-    vm: &dyn Machine,
+    door: &dyn Door,
     client: &mut UnixStream,
 ) -> io::Result<Fate> {
     for _ in 0..ROUNDS {
@@ -75,8 +75,8 @@ fn serve_some(
             return Ok(Fate::Keep);
         }
         let now = Instant::now();
-        if connection.on_ready(ready, vm, now) == Fate::Close
-            || connection.on_time(vm, now) == Fate::Close
+        if connection.on_ready(ready, door, now) == Fate::Close
+            || connection.on_time(door, now) == Fate::Close
         {
             return Ok(Fate::Close);
         }

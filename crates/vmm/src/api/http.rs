@@ -56,6 +56,11 @@ pub enum Parsed<'a> {
 /// Parses one request from the start of `buffer`. After a refusal the connection is unusable,
 /// because the start of the next request is unknown.
 pub fn parse(buffer: &[u8]) -> Result<Parsed<'_>, Problem> {
+    parse_within(buffer, MAX_BODY_BYTES)
+}
+
+/// As [`parse`], for bodies of up to `max_body_bytes`.
+pub(crate) fn parse_within(buffer: &[u8], max_body_bytes: usize) -> Result<Parsed<'_>, Problem> {
     let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
     let mut head = httparse::Request::new(&mut headers);
     let head_bytes = match head.parse(&buffer[..buffer.len().min(MAX_HEAD_BYTES)]) {
@@ -71,7 +76,7 @@ pub fn parse(buffer: &[u8]) -> Result<Parsed<'_>, Problem> {
         }
         Err(error) => return Err(malformed(error)),
     };
-    let fields = HeaderFields::read(head.headers)?;
+    let fields = HeaderFields::read(head.headers, max_body_bytes)?;
     let body_bytes = fields.body_bytes;
     let total_bytes = head_bytes + body_bytes;
     if buffer.len() < total_bytes {
@@ -119,12 +124,12 @@ struct HeaderFields {
 }
 
 impl HeaderFields {
-    fn read(headers: &[httparse::Header<'_>]) -> Result<Self, Problem> {
+    fn read(headers: &[httparse::Header<'_>], max_body_bytes: usize) -> Result<Self, Problem> {
         let mut fields = Self::default();
         let mut content_length = None;
         for header in headers {
             if header.name.eq_ignore_ascii_case("content-length") {
-                let length = parse_content_length(header.value)?;
+                let length = parse_content_length(header.value, max_body_bytes)?;
                 if content_length.is_some_and(|earlier| earlier != length) {
                     let message = "the request has two Content-Length fields that differ";
                     return Err(Problem::new(Status::BadRequest, message));
@@ -149,7 +154,7 @@ impl HeaderFields {
     }
 }
 
-fn parse_content_length(value: &[u8]) -> Result<usize, Problem> {
+fn parse_content_length(value: &[u8], max_body_bytes: usize) -> Result<usize, Problem> {
     let text = value.trim_ascii();
     if text.is_empty() || !text.iter().all(u8::is_ascii_digit) {
         let message = format!("Content-Length is '{}', not a number", text.escape_ascii());
@@ -161,10 +166,10 @@ fn parse_content_length(value: &[u8]) -> Result<usize, Problem> {
         .and_then(|digits| digits.parse::<u64>().ok())
         .unwrap_or(u64::MAX);
     match usize::try_from(length) {
-        Ok(length) if length <= MAX_BODY_BYTES => Ok(length),
+        Ok(length) if length <= max_body_bytes => Ok(length),
         _ => {
             let message = format!(
-                "the body has {} bytes; at most {MAX_BODY_BYTES} are allowed",
+                "the body has {} bytes; at most {max_body_bytes} are allowed",
                 text.escape_ascii()
             );
             Err(Problem::new(Status::ContentTooLarge, message))

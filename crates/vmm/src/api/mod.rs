@@ -14,6 +14,7 @@
 //! | [`route`], [`fields`] | [`http::Request`] -> [`Operation`], pure |
 //! | [`statistics`] | waits for the guest's statistics |
 //! | [`reply`] | statuses, errors and documents -> bytes, pure |
+//! | `door` | what a connection asks: a request in, a reply out |
 //! | [`server`] | socket, thread, connections, time limits |
 //! | [`client`] | the other end of the socket |
 //! | `descriptors` | file descriptors that come with a request |
@@ -44,6 +45,7 @@ pub mod vm;
 
 mod connection;
 mod descriptors;
+pub(crate) mod door;
 #[cfg(any(test, feature = "testing"))]
 mod fuzzing;
 

@@ -21,6 +21,8 @@ pub enum Status {
     Ok = 200,
     /// Passed on; the guest or the monitor completes the operation later.
     Accepted = 202,
+    /// Done, and there is nothing to report (Firecracker's API).
+    NoContent = 204,
     /// Not HTTP, not JSON, or an unknown query parameter.
     BadRequest = 400,
     /// No such path, or a device that the machine does not have.
@@ -60,6 +62,7 @@ impl Status {
         match self {
             Self::Ok => "OK",
             Self::Accepted => "Accepted",
+            Self::NoContent => "No Content",
             Self::BadRequest => "Bad Request",
             Self::NotFound => "Not Found",
             Self::MethodNotAllowed => "Method Not Allowed",
@@ -195,6 +198,18 @@ pub struct Reply {
     pub body: Cow<'static, str>,
     /// The Allow header.
     pub allow: Option<String>,
+    /// Whether the request uses something deprecated (Firecracker's API).
+    pub use_of: Use,
+}
+
+/// Whether a request is as it should be.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Use {
+    /// It is.
+    #[default]
+    Current,
+    /// It has a field that will be removed.
+    Deprecated,
 }
 
 /// Whether the connection is used for another request.
@@ -238,7 +253,7 @@ impl Reply {
             }
             document => return Self::json(status, document),
         };
-        Self { status, content_type, body, allow: None }
+        Self { status, content_type, body, allow: None, use_of: Use::Current }
     }
 
     /// A reply with `document` as JSON.
@@ -249,6 +264,7 @@ impl Reply {
                 content_type: ContentType::Json,
                 body: Cow::Owned(body),
                 allow: None,
+                use_of: Use::Current,
             },
             Err(error) => Self {
                 status: Status::InternalServerError,
@@ -259,6 +275,7 @@ impl Reply {
                     error.to_string().replace(['"', '\\'], "'")
                 )),
                 allow: None,
+                use_of: Use::Current,
             },
         }
     }
@@ -273,14 +290,19 @@ impl Reply {
         // Writing into a Vec cannot fail.
         let _ = write!(
             bytes,
-            "HTTP/1.1 {} {}\r\nServer: ebb/{}\r\nContent-Type: {}\r\nContent-Length: {}\r\n\
-             Connection: {connection}\r\n",
+            "HTTP/1.1 {} {}\r\nServer: ebb/{}\r\nConnection: {connection}\r\n",
             self.status.code(),
             self.status.reason(),
             env!("CARGO_PKG_VERSION"),
-            self.content_type.header_value(),
-            self.body.len(),
         );
+        // A reply without content has no length either (RFC 9110 section 8.6).
+        if self.status != Status::NoContent {
+            let (kind, length) = (self.content_type.header_value(), self.body.len());
+            let _ = write!(bytes, "Content-Type: {kind}\r\nContent-Length: {length}\r\n");
+        }
+        if self.use_of == Use::Deprecated {
+            bytes.extend_from_slice(b"Deprecation: true\r\n");
+        }
         if let Some(allow) = &self.allow {
             let _ = write!(bytes, "Allow: {allow}\r\n");
         }

@@ -7,7 +7,7 @@
 
 use std::fmt;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -23,7 +23,8 @@ pub use super::connection::Limits;
 use super::connection::{Connection, Fate};
 use super::control::Machine;
 use super::descriptors;
-use super::reply::{BodyMode, Persistence, Problem, Reply, Status};
+use super::door::{Door, MachineDoor};
+use super::reply::{BodyMode, Persistence, Problem, Status};
 use crate::ending::join_until;
 
 /// Most clients waiting to be accepted.
@@ -113,24 +114,31 @@ impl ApiServer {
         limits: Limits,
         on_thread_start: impl FnOnce() + Send + 'static,
     ) -> Result<Self, ApiError> {
+        let clients = Clients::new(listener, limits);
+        Self::start_clients(clients, name, Arc::new(MachineDoor(vm)), on_thread_start)
+    }
+
+    /// As [`start_with`](Self::start_with), for clients who may be connected already, and `door`.
+    pub(crate) fn start_clients(
+        mut clients: Clients,
+        name: impl Send + Sync + 'static,
+        door: Arc<dyn Door>,
+        on_thread_start: impl FnOnce() + Send + 'static,
+    ) -> Result<Self, ApiError> {
         let io_error = |action| move |source: io::Error| ApiError::Io { action, source };
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| io_error("create an event")(errno.into()))?;
         let stop = Arc::new(stop);
-        let service = Service {
-            listener,
-            stop: Arc::clone(&stop),
-            vm,
-            limits,
-            connections: Vec::new(),
-            accept_after: None,
-        };
+        let stopped = Arc::clone(&stop);
         let thread = std::thread::Builder::new()
             .name("api".to_owned())
             .stack_size(STACK_BYTES)
             .spawn(move || {
                 on_thread_start();
-                service.run();
+                match clients.serve_until(&*door, stopped.as_fd(), &|| false) {
+                    Ok(()) => clients.finish(&*door),
+                    Err(errno) => tracing::error!("the API ends, because poll has failed: {errno}"),
+                }
             })
             .map_err(io_error("start the thread"))?;
         Ok(Self { name: Some(Box::new(name)), stop, thread: Some(thread) })
@@ -157,11 +165,9 @@ impl Drop for ApiServer {
     }
 }
 
-/// State of the thread.
-struct Service {
+/// A listening socket and its clients, who stay when another thread and another [`Door`] take over.
+pub(crate) struct Clients {
     listener: OwnedFd,
-    stop: Arc<OwnedFd>,
-    vm: Arc<dyn Machine>,
     limits: Limits,
     connections: Vec<Connection>,
     /// No new clients are accepted before this time.
@@ -175,46 +181,65 @@ struct Ready {
     connections: Vec<PollFlags>,
 }
 
-impl Service {
-    fn run(mut self) {
+impl Clients {
+    /// The clients of a listening socket.
+    pub(crate) fn new(listener: OwnedFd, limits: Limits) -> Self {
+        Self { listener, limits, connections: Vec::new(), accept_after: None }
+    }
+
+    /// Serves `door` until `stop` has something to read, or `is_done` after an event.
+    ///
+    /// # Errors
+    /// poll failed.
+    pub(crate) fn serve_until(
+        &mut self,
+        door: &dyn Door,
+        stop: BorrowedFd<'_>,
+        is_done: &dyn Fn() -> bool,
+    ) -> Result<(), Errno> {
         loop {
-            let ready = match self.wait() {
+            let due = door.on_time(Instant::now());
+            let ready = match self.wait(stop, due) {
                 Ok(ready) => ready,
                 Err(Errno::INTR | Errno::AGAIN) => continue,
-                Err(errno) => {
-                    tracing::error!("the API ends, because poll has failed: {errno}");
-                    return;
-                }
+                Err(errno) => return Err(errno),
             };
             if !ready.stop.is_empty() {
-                break;
+                return Ok(());
             }
             let now = Instant::now();
-            let vm = &*self.vm;
             let mut events = ready.connections.into_iter();
             self.connections.retain_mut(|connection| {
                 let ready = events.next().unwrap_or(PollFlags::empty());
-                connection.on_ready(ready, vm, now) == Fate::Keep
-                    && connection.on_time(vm, now) == Fate::Keep
+                // What is done ends this door: the others are served by the next one.
+                if is_done() {
+                    return true;
+                }
+                connection.on_ready(ready, door, now) == Fate::Keep
+                    && connection.on_time(door, now) == Fate::Keep
             });
+            if is_done() {
+                return Ok(());
+            }
             if !ready.listener.is_empty() {
-                self.accept(now);
+                self.accept(door, now);
             }
         }
-        self.finish();
     }
 
-    fn wait(&mut self) -> Result<Ready, Errno> {
+    fn wait(&mut self, stop: BorrowedFd<'_>, due: Option<Instant>) -> Result<Ready, Errno> {
         let now = Instant::now();
         self.accept_after = self.accept_after.filter(|after| now < *after);
         let listen = if self.accept_after.is_some() { PollFlags::empty() } else { PollFlags::IN };
         let mut descriptors = Vec::with_capacity(2 + self.connections.len());
-        descriptors.push(PollFd::new(&*self.stop, PollFlags::IN));
+        descriptors.push(PollFd::from_borrowed_fd(stop, PollFlags::IN));
         descriptors.push(PollFd::new(&self.listener, listen));
         for connection in &self.connections {
             descriptors.push(PollFd::new(connection.socket(), connection.interest()));
         }
-        rustix::event::poll(&mut descriptors, self.timeout(now).map(to_timespec).as_ref())?;
+        let due = due.map(|due| due.saturating_duration_since(now));
+        let timeout = self.timeout(now).into_iter().chain(due).min();
+        rustix::event::poll(&mut descriptors, timeout.map(to_timespec).as_ref())?;
         Ok(Ready {
             stop: descriptors[0].revents(),
             listener: descriptors[1].revents(),
@@ -235,10 +260,10 @@ impl Service {
         connections.chain(accept).min()
     }
 
-    fn accept(&mut self, now: Instant) {
+    fn accept(&mut self, door: &dyn Door, now: Instant) {
         match rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
         {
-            Ok(socket) => self.admit(socket, now),
+            Ok(socket) => self.admit(door, socket, now),
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
             Err(errno) => {
                 tracing::warn!("cannot accept an API client: {errno}");
@@ -247,7 +272,7 @@ impl Service {
         }
     }
 
-    fn admit(&mut self, socket: OwnedFd, now: Instant) {
+    fn admit(&mut self, door: &dyn Door, socket: OwnedFd, now: Instant) {
         if self.connections.len() >= self.limits.connections {
             // The idle connection with the earliest deadline has been idle longest.
             let idlest = (0..self.connections.len())
@@ -257,7 +282,7 @@ impl Service {
                 let message = format!("all {} API connections are in use", self.limits.connections);
                 let problem = Problem::new(Status::ServiceUnavailable, message)
                     .with_remedy("try again in a moment");
-                let bytes = Reply::from(problem).encode(Persistence::Close, BodyMode::Full);
+                let bytes = door.refuse(problem).encode(Persistence::Close, BodyMode::Full);
                 // It fits into the empty buffer of a new socket. If the client is gone already,
                 // nothing is lost.
                 let _ = descriptors::send(&socket, &bytes, &[], SendFlags::DONTWAIT);
@@ -269,14 +294,14 @@ impl Service {
     }
 
     /// Sends the remaining replies, for a short while.
-    fn finish(mut self) {
+    pub(crate) fn finish(mut self, door: &dyn Door) {
         let end = Instant::now() + FINISH_TIME_LIMIT;
         loop {
             let now = Instant::now();
             self.connections.retain_mut(|connection| {
-                connection.end(now)
+                connection.end(door, now)
                     && connection.send_some(now) == Fate::Keep
-                    && connection.end(now)
+                    && connection.end(door, now)
             });
             if self.connections.is_empty() || now >= end {
                 return;

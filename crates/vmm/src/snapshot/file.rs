@@ -27,7 +27,7 @@ pub(crate) fn most_bytes(ram_bytes: u64) -> u64 {
     RAM_OFFSET_BYTES + ram_bytes + MAX_STATE_BYTES
 }
 
-pub(super) const MAGIC: &[u8; 8] = b"EBB-VM\r\n";
+pub(crate) const MAGIC: &[u8; 8] = b"EBB-VM\r\n";
 const HEADER_BYTES: usize = 64;
 
 /// The first bytes of the file, all numbers little-endian: magic (8 bytes), version (u32), zero

@@ -30,6 +30,7 @@ use crate::config::ConfigError;
 
 pub use client::{TakeError, take};
 pub use config::{DescribedPaths, MachineConfig, Overrides};
+pub(crate) use file::MAGIC;
 pub use file::{FORMAT_VERSION, SnapshotFile};
 pub use state::MachineState;
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_guest_ram::{Populate, RamError};
+use ebb_local_io::SocketFile;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -15,7 +16,8 @@ use super::reboots::RecentReboots;
 use super::terminal::{EscapeSequence, Output, RawTerminal, Typed};
 use super::{Reset, Vm, VmError, lock};
 use crate::api::control::Machine;
-use crate::api::server::Limits;
+use crate::api::door::Door;
+use crate::api::server::{Clients, Limits};
 use crate::api::vm::VmState;
 use crate::api::{ApiServer, ApiSocket};
 use crate::config::{RebootAction, SerialConfig, VmConfig};
@@ -23,7 +25,7 @@ use crate::devices::guest_log;
 use crate::devices::virtio::net::open_all;
 use crate::exit::{ExitSignal, GuestExit};
 use crate::file::readable;
-use crate::isolation::{Isolation, KeptName, Sockets};
+use crate::isolation::{Companion, Isolation, KeptName, Sockets};
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::{Overrides, SnapshotFile};
 
@@ -48,7 +50,40 @@ pub enum Start {
 
 /// Boots a virtual machine and runs it until it ends.
 pub fn run(config: VmConfig) -> Result<GuestExit, VmError> {
-    run_from(config, Origin::Kernel, Start::Running)
+    run_from(config, Origin::Kernel, Start::Running, None)
+}
+
+/// An API that was served before its machine was known.
+pub(crate) struct Front {
+    /// Its clients, one of whom waits for the start.
+    pub clients: Clients,
+    /// The name of its socket, until the companion keeps it.
+    pub name: Option<SocketFile>,
+    /// The signals that end the monitor, which are blocked.
+    pub signals: Signals,
+    /// What was served, for the last replies if the machine cannot be started.
+    pub pre_boot: Arc<dyn Door>,
+    /// Makes the API of the machine.
+    #[expect(clippy::type_complexity, reason = "it is named by its field")]
+    pub door: Box<dyn FnOnce(Arc<dyn Machine>, Option<Companion>) -> Arc<dyn Door>>,
+    /// Receives the outcome of the start.
+    pub started: Box<dyn Fn(Result<(), String>)>,
+}
+
+/// As [`run`], behind an API that has been served before.
+pub(crate) fn boot_behind(config: VmConfig, front: Front) -> Result<GuestExit, VmError> {
+    run_from(config, Origin::Kernel, Start::Running, Some(front))
+}
+
+/// As [`restore`], behind an API that has been served before, whose client has checked the disks.
+pub(crate) fn restore_behind(
+    snapshot: SnapshotFile,
+    overrides: Overrides,
+    start: Start,
+    front: Front,
+) -> Result<GuestExit, VmError> {
+    let config = snapshot.state.machine.clone().into_vm_config(overrides)?;
+    run_from(config, Origin::Snapshot(Box::new(snapshot)), start, Some(front))
 }
 
 /// What to do about a disk that was written after the snapshot was taken.
@@ -72,22 +107,45 @@ pub fn restore(
     if changed_disks == ChangedDisks::Refuse {
         snapshot.state.check_disks(&config.disks)?;
     }
-    run_from(config, Origin::Snapshot(Box::new(snapshot)), start)
+    run_from(config, Origin::Snapshot(Box::new(snapshot)), start, None)
 }
 
-fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit, VmError> {
+fn run_from(
+    config: VmConfig,
+    origin: Origin,
+    start: Start,
+    mut front: Option<Front>,
+) -> Result<GuestExit, VmError> {
+    let outcome = run_machine(config, origin, start, &mut front);
+    // Still there if no thread serves its clients: the one who waits learns why.
+    if let (Some(front), Err(error)) = (front, &outcome) {
+        (front.started)(Err(error.to_string()));
+        front.clients.finish(&*front.pre_boot);
+    }
+    outcome
+}
+
+fn run_machine(
+    config: VmConfig,
+    origin: Origin,
+    start: Start,
+    front: &mut Option<Front>,
+) -> Result<GuestExit, VmError> {
     let on_reboot = config.on_reboot;
     // Before any thread starts: signals are handled by this thread, and threads inherit the mask.
     let signals = Signals::block().map_err(VmError::host("take over signals"))?;
     let serial = config.serial.clone();
-    let api = config.api.as_deref().map(ApiSocket::bind).transpose()?;
-    let has_names = api.is_some() || config.vsock.is_some();
+    let own = match front {
+        Some(_) => None,
+        None => config.api.as_deref().map(ApiSocket::bind).transpose()?,
+    };
+    let has_names = config.api.is_some() || config.vsock.is_some();
     let sockets = if has_names { Sockets::Some } else { Sockets::None };
     // In the host's network namespace.
     config.validate()?;
     let nets = open_all(&config.nets)?;
     let mut isolation = Isolation::begin(&config.isolation, config.seccomp, sockets)?;
-    let api = api.map(|socket| isolation.keep(socket.into_parts())).transpose()?;
+    let own = own.map(|socket| isolation.keep(socket.into_parts())).transpose()?;
     let filters = Filters::new(config.seccomp)?.with_rights(isolation.rights());
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
     start_log(&filters, &exit)?;
@@ -102,21 +160,41 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
             return Ok(GuestExit::Signal { name });
         }
     }
+    let name = front.as_mut().and_then(|front| front.name.take());
+    let name = name.map(|name| isolation.keep_name(name)).transpose()?;
+    let companion = isolation.companion().cloned();
     isolation.complete(vm.needs())?;
     vm.isolation = isolation.info().clone();
-    vm.companion = isolation.companion().cloned();
+    vm.companion = companion.clone();
     let vm = Arc::new(vm);
-    let _api = api.map(|socket| start_api(socket, vm.clone(), &exit, &filters)).transpose()?;
+    let mut started = None;
+    let _api = match (own, front.take(), name) {
+        (Some(socket), _, _) => Some(start_api(socket, vm.clone(), &exit, &filters)?),
+        (None, Some(front), Some(name)) => {
+            let door = (front.door)(vm.clone(), companion);
+            started = Some(front.started);
+            let restrict = restrict_api(&exit, &filters);
+            Some(ApiServer::start_clients(front.clients, name, door, restrict)?)
+        }
+        (None, ..) => None,
+    };
     // Dropped before the API, which can then report the outcome of a migration.
     let _migrations =
         vm.config.api.is_some().then(|| MigrationThread::start(&vm, &filters)).transpose()?;
     let console = ConsoleInput::open(&serial, input_read)?;
     filters.for_thread(ThreadKind::Main).apply()?;
     // No other call starts it. It may have been killed already, which is detected below.
-    let _ = match start {
-        Start::Running => vm.start()?,
-        Start::Paused => vm.start_paused(),
+    let begun = match start {
+        Start::Running => vm.start().map(drop),
+        Start::Paused => {
+            let _ = vm.start_paused();
+            Ok(())
+        }
     };
+    if let Some(started) = started {
+        started(begun.as_ref().map(drop).map_err(ToString::to_string));
+    }
+    begun?;
     let exit = wait_for_end(&vm, &signals, console, on_reboot);
     finish_console(&vm);
     Ok(exit)
@@ -134,13 +212,21 @@ pub(super) fn start_api(
     exit: &Arc<ExitSignal>,
     filters: &Filters,
 ) -> Result<ApiServer, VmError> {
+    let restrict = restrict_api(exit, filters);
+    Ok(ApiServer::start_with(listener, name, vm, Limits::default(), restrict)?)
+}
+
+/// What the thread of an API does first.
+fn restrict_api(
+    exit: &Arc<ExitSignal>,
+    filters: &Filters,
+) -> impl FnOnce() + Send + use<> + 'static {
     let (filter, exit) = (filters.for_thread(ThreadKind::Api), exit.clone());
-    let restrict = move || {
+    move || {
         if let Err(error) = filter.apply() {
             exit.raise(GuestExit::Monitor { message: error.to_string() });
         }
-    };
-    Ok(ApiServer::start_with(listener, name, vm, Limits::default(), restrict)?)
+    }
 }
 
 /// Gives the rest of the console's output a moment to be read.

@@ -1,10 +1,12 @@
 //! Fuzz target: requests of the API with descriptors, up to the point where a machine uses them.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use super::migration::request::Order;
 use super::save::Save;
 use crate::api::control::{ControlError, Document, Machine, Operation, Outcome};
+use crate::api::door::MachineDoor;
 
 /// The checks of a machine without the machine.
 struct Checks;
@@ -39,5 +41,5 @@ impl Machine for Checks {
 
 /// A client of the API that sends any requests with any descriptors: all are closed.
 pub fn fuzz_descriptors(data: &[u8]) {
-    crate::api::fuzz_client(data, &Checks);
+    crate::api::fuzz_client(data, &MachineDoor(Arc::new(Checks)));
 }

@@ -67,6 +67,7 @@ use vsock::VsockHandle;
 
 pub use event_loop::signals::Signals;
 pub use event_loop::{ChangedDisks, Start, restore, run};
+pub(crate) use event_loop::{Front, boot_behind, restore_behind};
 #[cfg(any(test, feature = "testing"))]
 pub use fuzzing::fuzz_descriptors;
 pub use migration::destination::{ReceiveConfig, receive};
