@@ -27,6 +27,7 @@ use crate::isolation::CgroupConfig;
 pub use crate::devices::virtio::block::fuzz_qcow2_images as qcow2_images;
 pub use crate::devices::virtio::net::{fuzz_net as net_chains, fuzzed_chains};
 pub use crate::devices::virtio::vsock::{fuzz_chains as vsock_chains, hostile_chains};
+pub use crate::firecracker::fuzz_request as firecracker_request;
 pub use crate::isolation::{
     fuzz_companion_replies as companion_replies, fuzz_companion_requests as companion_requests,
 };
@@ -36,10 +37,11 @@ pub use crate::vm::fuzz_descriptors as api_descriptors;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 8] = [
+pub const TARGETS: [Target; 9] = [
     ("api_descriptors", api_descriptors),
     ("companion_replies", companion_replies),
     ("companion_requests", companion_requests),
+    ("firecracker_request", firecracker_request),
     ("net_chains", net_chains),
     ("option_texts", option_texts),
     ("qcow2_images", qcow2_images),

@@ -39,6 +39,7 @@ mod fuzz_targets {
     pub mod companion_requests;
     pub mod exec_archive;
     pub mod exec_frames;
+    pub mod firecracker_request;
     pub mod kernel_image;
     pub mod migration_garbage;
     pub mod migration_receiver;
@@ -71,7 +72,7 @@ macro_rules! targets {
 type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-const TARGETS: [Target; 37] = targets![
+const TARGETS: [Target; 38] = targets![
     api_descriptors,
     api_request,
     balloon_config,
@@ -90,6 +91,7 @@ const TARGETS: [Target; 37] = targets![
     companion_requests,
     exec_archive,
     exec_frames,
+    firecracker_request,
     kernel_image,
     migration_garbage,
     migration_receiver,

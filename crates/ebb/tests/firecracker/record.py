@@ -9,6 +9,7 @@ too. The output has, for each request, the status and the body that came back: p
 text if it is none, or null.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -26,7 +27,8 @@ def tiny_kernel():
     code = bytes([0xFA, 0xF4, 0xEB, 0xFD])
     entry = 0x1000000
     header = struct.pack(
-        "<4sBBBBQHHIQQQIHHHHHH", b"\x7fELF", 2, 1, 1, 0, 0, 2, 62, 1, entry, 64, 0, 0, 64, 56, 1, 64, 0, 0
+        "<4sBBBBQHHIQQQIHHHHHH",
+        *(b"\x7fELF", 2, 1, 1, 0, 0, 2, 62, 1, entry, 64, 0, 0, 64, 56, 1, 64, 0, 0),
     )
     program = struct.pack("<IIQQQQQQ", 1, 5, 4096, entry, entry, len(code), len(code), 4096)
     return (header + program).ljust(4096, b"\0") + code
@@ -117,9 +119,11 @@ def record(program, session):
         path = os.path.join(directory, "api.sock")
         options = [here(option) for option in session.get("options", [])]
         log = open(os.path.join(directory, "output"), "w")
-        process = subprocess.Popen(
-            [program, "--api-sock", path, *options], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        start = lambda: subprocess.Popen(
+            [program, "--api-sock", path, *options],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )
+        process = start()
         client, recorded = None, []
         try:
             for step in session["requests"]:
@@ -127,11 +131,10 @@ def record(program, session):
                     client.close()
                     process.kill()
                     process.wait()
-                    os.unlink(path)
-                    process = subprocess.Popen(
-                        [program, "--api-sock", path, *options],
-                        stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    )
+                    # Another monitor may remove the name of its socket itself.
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
+                    process = start()
                     client = None
                     continue
                 if client is None:
@@ -162,7 +165,8 @@ def record(program, session):
 
 def main():
     program, requests, output, *names = sys.argv[1:]
-    version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout.split()[1]
+    version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+    version = version.split()[1]
     with open(requests) as file:
         sessions = json.load(file)
     answers = []

@@ -20,6 +20,7 @@ mod disks;
 mod driver;
 mod ends;
 mod exec;
+mod firecracker;
 mod guest;
 mod harness;
 mod hostile;
@@ -64,7 +65,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 35] = [
+const TESTS: [&[Test]; 36] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -78,6 +79,7 @@ const TESTS: [&[Test]; 35] = [
     net::TESTS,
     vsock::TESTS,
     disks::TESTS,
+    firecracker::TESTS,
     driver::TESTS,
     module::TESTS,
     module_recordings::TESTS,

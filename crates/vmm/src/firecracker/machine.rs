@@ -15,8 +15,9 @@ use super::fault::Fault;
 use super::resources::Resources;
 use crate::boot::BootImage;
 use crate::config::{
-    self, Backing, BootFiles, DiskConfig, MEMORY_ALIGNMENT_BYTES, MIN_MEMORY_BYTES, MemoryConfig,
-    MergeConfig, RateLimits, RebootAction, SerialConfig, Switch, VmConfig, VsockConfig,
+    self, Backing, BootFiles, DiskConfig, DiskFormat, MEMORY_ALIGNMENT_BYTES, MIN_MEMORY_BYTES,
+    MemoryConfig, MergeConfig, RateLimits, RebootAction, SerialConfig, Switch, VmConfig,
+    VsockConfig,
 };
 use crate::isolation::IsolationConfig;
 use crate::size::ByteSize;
@@ -120,6 +121,7 @@ pub(super) fn build(resources: &Resources, host: &Host) -> Result<VmConfig, Faul
         balloon: Some(balloon(resources.balloon.as_ref())),
         disks: disks(&resources.drives),
         rng: resources.entropy.as_ref().map(|entropy| optional(entropy.rate_limiter.as_ref())),
+        nets: Vec::new(),
         vsock: resources
             .vsock
             .as_ref()
@@ -199,6 +201,9 @@ pub(super) fn disks(drives: &[BlockDeviceConfig]) -> Vec<DiskConfig> {
     let disk = |drive: &BlockDeviceConfig| DiskConfig {
         path: drive.path_on_host.clone().unwrap_or_default().into(),
         readonly: Switch::from_bool(drive.is_read_only == Some(true)),
+        format: DiskFormat::Raw,
+        overlay: None,
+        direct: Switch::Off,
         limits: optional(drive.rate_limiter.as_ref()),
     };
     drives.iter().map(disk).collect()

@@ -94,7 +94,10 @@ impl MetricsFile {
         if let Some(balloon) = &metrics.balloon {
             add(
                 "balloon",
-                json!({ "target_bytes": balloon.target_bytes, "actual_bytes": balloon.actual_bytes }),
+                json!({
+                    "target_bytes": balloon.target_bytes,
+                    "actual_bytes": balloon.actual_bytes,
+                }),
             );
         }
         let delayed =

@@ -211,7 +211,7 @@ pub fn run(options: Options) -> Result<GuestExit, FirecrackerError> {
     let front = Front {
         clients,
         name: Some(name),
-        signals,
+        signals: Some(signals),
         pre_boot: Arc::new(door),
         door: Box::new(move |vm, companion| -> Arc<dyn Door> {
             Arc::new(Running::new(vm, companion, instance, directory, state))
@@ -225,4 +225,63 @@ pub fn run(options: Options) -> Result<GuestExit, FirecrackerError> {
             restore_behind(snapshot, overrides, start, front)?
         }
     })
+}
+
+/// Fuzz target: requests before the start, each a byte for method and path, a byte for the length
+/// of the body, and the body. No path that they name exists.
+#[cfg(any(test, feature = "testing"))]
+pub fn fuzz_request(data: &[u8]) {
+    use crate::api::http::Request;
+    use crate::api::reply::Persistence;
+
+    const METHODS: [&str; 4] = ["PUT", "GET", "PATCH", "DELETE"];
+    const PATHS: [&str; 24] = [
+        "/",
+        "/version",
+        "/vm/config",
+        "/machine-config",
+        "/drives/a",
+        "/network-interfaces/a",
+        "/vsock",
+        "/balloon",
+        "/balloon/statistics",
+        "/balloon/hinting/start",
+        "/entropy",
+        "/serial",
+        "/cpu-config",
+        "/mmds",
+        "/mmds/config",
+        "/actions",
+        "/vm",
+        "/snapshot/create",
+        "/pmem/a",
+        "/hotplug/memory",
+        "/boot-source",
+        "/snapshot/load",
+        "",
+        "//\u{e9}/a-b/?x",
+    ];
+    let host = Host {
+        api: None,
+        seccomp: Switch::Off,
+        isolation: IsolationConfig::default(),
+        serial: SerialConfig::Null,
+        pci: Switch::Off,
+    };
+    let instance = Instance { id: "fuzz".to_owned(), max_body_bytes: MAX_PAYLOAD_BYTES };
+    let (resources, started) = (Resources::new(256), Started::default());
+    let door = PreBoot::new(instance, host, resources, MetricsFile::default(), started);
+    let mut rest = data;
+    while let [choice, length, following @ ..] = rest {
+        let (body, next) = following.split_at(usize::from(*length).min(following.len()));
+        rest = next;
+        let request = Request {
+            method: METHODS[usize::from(*choice) % METHODS.len()],
+            path: PATHS[usize::from(*choice) / METHODS.len() % PATHS.len()],
+            query: None,
+            body,
+            persistence: Persistence::KeepAlive,
+        };
+        drop(door.serve(&request, Vec::new()));
+    }
 }

@@ -1,7 +1,7 @@
 //! Snapshots by Firecracker's two paths.
 //!
-//! The memory file is a whole snapshot of Ebb's. The state file has the documents of this API, which
-//! no machine knows: names of drives, the boot source. It begins with the magic of snapshots, so
+//! The memory file is a whole snapshot of Ebb's. The state file has the documents of this API,
+//! which no machine knows: names of drives, the boot source. It begins with the magic of snapshots, so
 //! that the companion lets a later one replace it.
 
 use std::fs::File;

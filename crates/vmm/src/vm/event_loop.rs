@@ -59,8 +59,8 @@ pub(crate) struct Front {
     pub clients: Clients,
     /// The name of its socket, until the companion keeps it.
     pub name: Option<SocketFile>,
-    /// The signals that end the monitor, which are blocked.
-    pub signals: Signals,
+    /// The signals that end the monitor, which are blocked, until the machine takes them over.
+    pub signals: Option<Signals>,
     /// What was served, for the last replies if the machine cannot be started.
     pub pre_boot: Arc<dyn Door>,
     /// Makes the API of the machine.
@@ -133,7 +133,10 @@ fn run_machine(
 ) -> Result<GuestExit, VmError> {
     let on_reboot = config.on_reboot;
     // Before any thread starts: signals are handled by this thread, and threads inherit the mask.
-    let signals = Signals::block().map_err(VmError::host("take over signals"))?;
+    let signals = match front.as_mut().and_then(|front| front.signals.take()) {
+        Some(signals) => signals,
+        None => Signals::block().map_err(VmError::host("take over signals"))?,
+    };
     let serial = config.serial.clone();
     let own = match front {
         Some(_) => None,

@@ -182,7 +182,8 @@ mod tests {
 
     #[test]
     fn its_words_are_cleaned() {
-        let said = b"Failed to send 8 bytes to syslog\n\x1b[1mno\n\nDon't run as root. Changing to nobody...\n";
+        let said = b"Failed to send 8 bytes to syslog\n\x1b[1mno\n\n\
+            Don't run as root. Changing to nobody...\n";
         assert_eq!(lines(said).collect::<Vec<_>>(), ["[1mno"]);
     }
 }

@@ -1,0 +1,146 @@
+//! A guest behind Firecracker's API: configured, started, paused, saved and continued as its
+//! clients do it.
+
+use std::io::{Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command as Program;
+use std::time::Duration;
+
+use ebb_agent::protocol::Command;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::guest::{Guest, MIB};
+use crate::harness::{Scene, Test, eventually, when};
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("firecracker::life", 240, life),
+    Test::new("firecracker::config_file", 120, config_file),
+];
+
+const CMDLINE: &str =
+    "console=ttyS0 quiet loglevel=1 panic=-1 mitigations=off nokaslr tsc=reliable";
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A request with its status and document.
+fn ask(socket: &Path, method: &str, path: &str, body: &Value) -> (u16, Value) {
+    let mut stream = UnixStream::connect(socket).expect("the API's socket");
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let body = if body.is_null() { String::new() } else { body.to_string() };
+    let length = body.len();
+    let head = format!("{method} {path} HTTP/1.1\r\nConnection: close\r\nContent-Length: {length}");
+    stream.write_all(format!("{head}\r\n\r\n{body}").as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("an answer");
+    let (head, body) = answer.split_once("\r\n\r\n").expect("an HTTP answer");
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    (status, serde_json::from_str(body).unwrap_or_default())
+}
+
+#[track_caller]
+fn done(socket: &Path, method: &str, path: &str, body: &Value) {
+    assert_eq!(ask(socket, method, path, body), (204, Value::Null), "{method} {path}");
+}
+
+fn document(socket: &Path, path: &str) -> Value {
+    let (status, document) = ask(socket, "GET", path, &Value::Null);
+    assert_eq!(status, 200, "{document}");
+    document
+}
+
+/// Starts the program without a machine, and waits for its API.
+fn serve(scene: &Scene, name: &str, options: &[&str]) -> Guest {
+    let socket = scene.path(name);
+    let mut program = Program::new(&scene.world.ebb);
+    program.arg("firecracker").arg("--api-sock").arg(&socket).args(options);
+    let guest = Guest::spawn(program, socket.clone(), &scene.guests());
+    eventually("Firecracker's API", 30, || {
+        UnixStream::connect(&socket).map(drop).map_err(|error| error.to_string())
+    });
+    guest
+}
+
+fn life(scene: &Scene) {
+    let mut guest = serve(scene, "api", &["--id", "life"]);
+    let api = guest.socket().clone();
+    let disk = scene.path("disk");
+    std::fs::write(&disk, vec![7; MIB as usize]).unwrap();
+    let world = &scene.world;
+    done(&api, "PUT", "/machine-config", &json!({ "vcpu_count": 1, "mem_size_mib": 256 }));
+    let boot = json!({
+        "kernel_image_path": world.vmlinux, "initrd_path": world.initrd, "boot_args": CMDLINE,
+    });
+    done(&api, "PUT", "/boot-source", &boot);
+    let drive = json!({
+        "drive_id": "data", "path_on_host": disk, "is_root_device": false, "is_read_only": false,
+    });
+    done(&api, "PUT", "/drives/data", &drive);
+    let balloon = json!({
+        "amount_mib": 0, "deflate_on_oom": true, "stats_polling_interval_s": 1,
+        "free_page_reporting": true,
+    });
+    done(&api, "PUT", "/balloon", &balloon);
+    done(&api, "PUT", "/metrics", &json!({ "metrics_path": scene.path("metrics") }));
+    assert_eq!(document(&api, "/")["state"], "Not started");
+    done(&api, "PUT", "/actions", &json!({ "action_type": "InstanceStart" }));
+    guest.wait_ready(1);
+    assert!(guest.read_file("/proc/cmdline").trim_end().ends_with("tsc=reliable pci=off"));
+
+    eventually("the driver takes a target", 60, || {
+        let (status, fault) = ask(&api, "PATCH", "/balloon", &json!({ "amount_mib": 64 }));
+        when(status == 204, || fault.to_string())
+    });
+    eventually("the balloon is inflated", 60, || {
+        let statistics = document(&api, "/balloon/statistics");
+        let is_full = statistics["actual_mib"] == 64 && statistics["free_memory"].is_u64();
+        when(is_full, || statistics.to_string())
+    });
+
+    done(&api, "PATCH", "/vm", &json!({ "state": "Paused" }));
+    assert_eq!(document(&api, "/")["state"], "Paused");
+    let files = json!({
+        "snapshot_path": scene.path("vm.state"), "mem_file_path": scene.path("vm.memory"),
+    });
+    done(&api, "PUT", "/snapshot/create", &files);
+    done(&api, "PUT", "/actions", &json!({ "action_type": "FlushMetrics" }));
+    let metrics = std::fs::read_to_string(scene.path("metrics")).unwrap();
+    let line: Value = serde_json::from_str(metrics.lines().next().unwrap()).unwrap();
+    assert_eq!(line["patch_api_requests"]["balloon_fails"].is_u64(), true, "{line}");
+    guest.signal(Signal::TERM);
+    guest.wait_end();
+
+    let second = serve(scene, "api2", &[]);
+    let api = second.socket().clone();
+    let load = json!({
+        "snapshot_path": scene.path("vm.state"),
+        "mem_backend": { "backend_path": scene.path("vm.memory"), "backend_type": "File" },
+        "enable_diff_snapshots": true,
+        "resume_vm": true,
+    });
+    done(&api, "PUT", "/snapshot/load", &load);
+    assert_eq!(document(&api, "/")["state"], "Running");
+    assert_eq!(document(&api, "/vm/config")["drives"][0]["drive_id"], "data");
+    second.run(Command::MemInfo);
+    assert_eq!(document(&api, "/balloon/statistics")["actual_mib"], 64);
+}
+
+fn config_file(scene: &Scene) {
+    let world = &scene.world;
+    let config = json!({
+        "boot-source": {
+            "kernel_image_path": world.vmlinux, "initrd_path": world.initrd, "boot_args": CMDLINE,
+        },
+        "drives": [],
+        "machine-config": { "vcpu_count": 1, "mem_size_mib": 128 },
+    });
+    let path = scene.path("config.json");
+    std::fs::write(&path, config.to_string()).unwrap();
+    let mut program = Program::new(&world.ebb);
+    program.arg("firecracker").arg("--no-api").arg("--config-file").arg(&path);
+    let mut guest = Guest::spawn(program, scene.path("none"), &scene.guests());
+    guest.wait_ready(1);
+    guest.send(Command::Reboot);
+    assert_eq!(guest.wait_end().0, Some(0));
+}
