@@ -202,7 +202,7 @@ const DISK: &[c_long] = &[
 ];
 
 /// Calls of network devices: frames between guest memory and an open descriptor.
-const NET: &[c_long] = &[libc::SYS_readv, libc::SYS_writev];
+const NET: &[c_long] = &[libc::SYS_preadv2, libc::SYS_pwritev2];
 /// Calls of the socket device: connections that exist, clients of its listener, the companion.
 const VSOCK: &[c_long] = &[
     libc::SYS_accept4,

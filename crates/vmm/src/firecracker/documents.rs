@@ -7,7 +7,7 @@ use std::net::Ipv4Addr;
 use std::path::PathBuf;
 
 use serde::de::{DeserializeOwned, Error as _};
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 
 use super::fault::Fault;
@@ -223,8 +223,14 @@ pub(super) struct BalloonDeviceConfig {
     pub stats_polling_interval_s: u16,
     #[serde(default)]
     pub free_page_hinting: bool,
-    #[serde(default)]
-    pub free_page_reporting: bool,
+    /// A client that does not name it gets reporting, and reads what Firecracker would show.
+    #[serde(default, serialize_with = "false_if_absent")]
+    pub free_page_reporting: Option<bool>,
+}
+
+#[expect(clippy::ref_option, reason = "serde's signature")]
+fn false_if_absent<S: Serializer>(value: &Option<bool>, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_bool(value.unwrap_or(false))
 }
 
 /// `PATCH /balloon`.

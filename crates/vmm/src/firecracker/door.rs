@@ -136,7 +136,7 @@ impl PreBoot {
             | Action::UpdateBalloon(_)
             | Action::UpdateStatistics(_)
             | Action::UpdateDrive(_)
-            | Action::UpdateNetwork
+            | Action::UpdateNetwork(_)
             | Action::Absent(_)
             | Action::Unplug => return Err(Fault::new(PRE_BOOT)),
         }

@@ -8,16 +8,16 @@ use ebb_guest_ram::{HugePages, Populate};
 use ebb_kvm_clock::ClockPolicy;
 
 use super::documents::{
-    BalloonDeviceConfig, BlockDeviceConfig, CustomCpuTemplate, HugePageConfig, RateLimiterConfig,
-    TokenBucketConfig,
+    BalloonDeviceConfig, BlockDeviceConfig, CustomCpuTemplate, HugePageConfig,
+    NetworkInterfaceConfig, RateLimiterConfig, TokenBucketConfig,
 };
 use super::fault::Fault;
 use super::resources::Resources;
 use crate::boot::BootImage;
 use crate::config::{
     self, Backing, BootFiles, DiskConfig, DiskFormat, MEMORY_ALIGNMENT_BYTES, MIN_MEMORY_BYTES,
-    MemoryConfig, MergeConfig, RateLimits, RebootAction, SerialConfig, Switch, VmConfig,
-    VsockConfig,
+    MemoryConfig, MergeConfig, NetBackend, NetConfig, RateLimits, RebootAction, SerialConfig,
+    Switch, VmConfig, VsockConfig,
 };
 use crate::isolation::IsolationConfig;
 use crate::size::ByteSize;
@@ -92,9 +92,7 @@ pub(super) fn build(resources: &Resources, host: &Host) -> Result<VmConfig, Faul
         .boot
         .as_ref()
         .ok_or_else(|| fault("Cannot start microvm without kernel configuration.".to_owned()))?;
-    if !resources.networks.is_empty() {
-        return Err(fault("this build of Ebb has no network device".to_owned()));
-    }
+    let nets: Result<_, Fault> = resources.networks.iter().map(net).collect();
     if resources.machine.cpu_template.is_some() || resources.cpu != CustomCpuTemplate::default() {
         return Err(fault("Ebb has no CPU templates: the guest gets this host's".to_owned()));
     }
@@ -121,7 +119,7 @@ pub(super) fn build(resources: &Resources, host: &Host) -> Result<VmConfig, Faul
         balloon: Some(balloon(resources.balloon.as_ref())),
         disks: disks(&resources.drives),
         rng: resources.entropy.as_ref().map(|entropy| optional(entropy.rate_limiter.as_ref())),
-        nets: Vec::new(),
+        nets: nets?,
         vsock: resources
             .vsock
             .as_ref()
@@ -187,7 +185,7 @@ fn balloon(configured: Option<&BalloonDeviceConfig>) -> config::BalloonDeviceCon
     let interval = u64::from(balloon.stats_polling_interval_s);
     config::BalloonDeviceConfig {
         size: ByteSize::from_bytes(u64::from(balloon.amount_mib) * MIB),
-        reporting: Switch::from_bool(balloon.free_page_reporting),
+        reporting: Switch::from_bool(balloon.free_page_reporting.unwrap_or(true)),
         hinting: Switch::from_bool(balloon.free_page_hinting),
         deflate_on_oom: Switch::from_bool(balloon.deflate_on_oom),
         statistics: Switch::from_bool(interval != 0),
@@ -207,6 +205,19 @@ pub(super) fn disks(drives: &[BlockDeviceConfig]) -> Vec<DiskConfig> {
         limits: optional(drive.rate_limiter.as_ref()),
     };
     drives.iter().map(disk).collect()
+}
+
+/// A network device: on a tap interface that exists.
+pub(super) fn net(network: &NetworkInterfaceConfig) -> Result<NetConfig, Fault> {
+    let mac = network.guest_mac.as_ref().map(|mac| mac.0.parse()).transpose();
+    let mac = mac.map_err(|problem: String| Fault::new(problem).within("Network config error"))?;
+    Ok(NetConfig {
+        backend: NetBackend::Tap(network.host_dev_name.clone()),
+        mac,
+        mtu: network.mtu,
+        receive_limits: optional(network.rx_rate_limiter.as_ref()),
+        transmit_limits: optional(network.tx_rate_limiter.as_ref()),
+    })
 }
 
 fn optional(limiter: Option<&RateLimiterConfig>) -> RateLimits {

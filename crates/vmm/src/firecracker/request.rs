@@ -26,7 +26,7 @@ pub(super) enum Action {
     Drive(BlockDeviceConfig),
     UpdateDrive(BlockDeviceUpdateConfig),
     Network(NetworkInterfaceConfig),
-    UpdateNetwork,
+    UpdateNetwork(NetworkInterfaceUpdateConfig),
     Vsock(VsockDeviceConfig),
     Entropy(EntropyDeviceConfig),
     Serial(SerialConfig),
@@ -234,7 +234,7 @@ fn patch<'a>(
             let id = checked_id(path.next())?;
             let network: NetworkInterfaceUpdateConfig = parse(body)?;
             same_interface(id, &network.iface_id)?;
-            Action::UpdateNetwork
+            Action::UpdateNetwork(network)
         }
         "pmem" => {
             let id = checked_id(path.next())?;

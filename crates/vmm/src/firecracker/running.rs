@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::Instance;
-use super::documents::{BlockDeviceUpdateConfig, CreateSnapshotParams, SnapshotType};
+use super::documents::{
+    BlockDeviceUpdateConfig, CreateSnapshotParams, NetworkInterfaceUpdateConfig, SnapshotType,
+};
 use super::door::{counted, lock, refuse, without_null};
 use super::fault::{self, Answer, Fault, NO_DEVICE, POST_BOOT};
 use super::machine::changed_limits;
@@ -122,10 +124,7 @@ impl Running {
             Action::Statistics => return self.statistics(),
             Action::Hinting => return Err(self.no_hinting()),
             Action::UpdateDrive(update) => self.update_drive(&update)?,
-            Action::UpdateNetwork => {
-                return Err(Fault::new(NO_DEVICE)
-                    .within("Network config error: Unable to update the net device"));
-            }
+            Action::UpdateNetwork(update) => self.update_network(&update)?,
             Action::Mmds => Answer::Document(self.mmds(|store| Ok(store.get()))?),
             Action::PutMmds(value) => {
                 self.mmds(|store| store.put(value).map(|()| Answer::Empty))?
@@ -306,6 +305,31 @@ impl Running {
             limits.bandwidth = limiter.bandwidth.or(limits.bandwidth);
             limits.ops = limiter.ops.or(limits.ops);
             drives[index].rate_limiter = in_use(limits);
+        }
+        Ok(Answer::Empty)
+    }
+
+    /// Limits of a network device, which Ebb has under a name for each direction.
+    fn update_network(&self, update: &NetworkInterfaceUpdateConfig) -> Result<Answer, Fault> {
+        const WHAT: &str = "Network config error: Unable to update the net device";
+        let mut state = lock(&self.state);
+        let networks = &mut state.resources.networks;
+        let index = networks.iter().position(|network| network.iface_id == update.iface_id);
+        let index = index.ok_or_else(|| Fault::new(NO_DEVICE).within(WHAT))?;
+        let network = &mut networks[index];
+        let directions = [
+            ("rx", &update.rx_rate_limiter, &mut network.rx_rate_limiter),
+            ("tx", &update.tx_rate_limiter, &mut network.tx_rate_limiter),
+        ];
+        for (direction, limiter, known) in directions {
+            let Some(limiter) = limiter else { continue };
+            let device = format!("net{index}_{direction}");
+            let change = LimitsChange { device, limits: changed_limits(limiter) };
+            self.now(Operation::SetLimits(change)).map_err(Fault::of("Network config error"))?;
+            let mut limits = known.unwrap_or_default();
+            limits.bandwidth = limiter.bandwidth.or(limits.bandwidth);
+            limits.ops = limiter.ops.or(limits.ops);
+            *known = in_use(limits);
         }
         Ok(Answer::Empty)
     }

@@ -8,8 +8,9 @@ use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
-use super::documents::{LoadSnapshotConfig, MemBackendType, VmmConfig};
-use super::machine::{Host, disks};
+use super::documents::{LoadSnapshotConfig, MemBackendType, NetworkOverride, VmmConfig};
+use super::fault::Fault;
+use super::machine::{Host, disks, net};
 use super::resources::Resources;
 use crate::config::{RebootAction, VsockOption};
 use crate::isolation::Companion;
@@ -45,14 +46,19 @@ pub(super) fn load(
         (Some(backend), _) => backend.backend_path,
         (None, path) => path.unwrap_or_default(),
     };
-    if !load.network_overrides.is_empty() {
-        return Err("this build of Ebb has no network device to override".to_owned());
-    }
     let snapshot = SnapshotFile::open(&memory)
         .and_then(|snapshot| snapshot.check_ownership().map(|()| snapshot))
         .map_err(|error| format!("Failed to load guest memory: {error}"))?;
     let mut restored = Resources::new(0);
     restored.restore(config);
+    for NetworkOverride { iface_id, host_dev_name } in load.network_overrides {
+        let known = restored.networks.iter_mut().find(|network| network.iface_id == iface_id);
+        let known = known.ok_or_else(|| {
+            format!("Failed to override the network device {iface_id}: there is no such device")
+        })?;
+        known.host_dev_name = host_dev_name;
+    }
+    let nets: Result<_, Fault> = restored.networks.iter().map(net).collect();
     let vsock = match (load.vsock_override, &restored.vsock) {
         (Some(given), _) => Some(given.uds_path),
         (None, saved) => saved.as_ref().map(|vsock| vsock.uds_path.clone()),
@@ -66,6 +72,7 @@ pub(super) fn load(
         clock,
         on_reboot: Some(RebootAction::Exit),
         disks: disks(&restored.drives),
+        nets: nets.map_err(|fault| fault.message().to_owned())?,
         vsock: vsock.map(|path| VsockOption { cid: None, path: path.into() }),
         described_paths: DescribedPaths::Ignore,
         ..Overrides::default()

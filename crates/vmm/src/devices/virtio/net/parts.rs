@@ -38,7 +38,8 @@ impl Port {
     }
 }
 
-/// One part, as readv(2) and writev(2) take it.
+/// One part, as readv(2) takes it. The calls here are preadv2(2) and pwritev2(2) without an offset,
+/// which disks need as well: the system call filters have no others.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 struct Vector(libc::iovec);
@@ -178,7 +179,7 @@ impl Parts {
         let count = vectors.len() as libc::c_int;
         // SAFETY: the vectors lie in guest memory, which is mapped (see `Parts`), and the last one
         // is `spill`, which is borrowed for writing. `Vector` is an iovec.
-        let read = unsafe { libc::readv(fd.as_raw_fd(), vectors.as_ptr().cast(), count) };
+        let read = unsafe { libc::preadv2(fd.as_raw_fd(), vectors.as_ptr().cast(), count, -1, 0) };
         let error = io::Error::last_os_error();
         match replaced {
             Some(replaced) => self.vectors[end] = replaced,
@@ -212,7 +213,8 @@ impl Parts {
         let count = vectors.len() as libc::c_int;
         // SAFETY: the vectors lie in guest memory, which is mapped, or in the prefixes (see
         // `Parts`), and are only read. `Vector` is an iovec.
-        let written = unsafe { libc::writev(fd.as_raw_fd(), vectors.as_ptr().cast(), count) };
+        let written =
+            unsafe { libc::pwritev2(fd.as_raw_fd(), vectors.as_ptr().cast(), count, -1, 0) };
         usize::try_from(written).map_err(|_| io::Error::last_os_error())
     }
 
