@@ -1,6 +1,8 @@
 //! `ebb exec` and `ebb cp` with the agent's sessions, as ordinary processes of this machine: a
 //! socket of the test takes the place of a machine's vsock path.
 
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
 use std::fs;
 use std::io::{Read as _, Write as _};
 use std::os::fd::OwnedFd;
@@ -81,7 +83,7 @@ fn text(bytes: &[u8]) -> &str {
 fn wait_for(path: &Path) {
     let begin = Instant::now();
     while !path.exists() {
-        assert!(begin.elapsed() < Duration::from_secs(60), "{path:?} never appears");
+        assert!(begin.elapsed() < Duration::from_secs(60), "{} never appears", path.display());
         std::thread::sleep(Duration::from_millis(5));
     }
 }

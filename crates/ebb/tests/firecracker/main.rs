@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::fs;
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -146,7 +147,7 @@ fn ask(client: &mut UnixStream, request: &Value, directory: &str) -> Value {
     let (method, path) = (request[0].as_str().unwrap(), request[1].as_str().unwrap());
     let mut text = format!("{method} {path} HTTP/1.1\r\nHost: localhost\r\n");
     if let Some(body) = &body {
-        text += &format!("Content-Length: {}\r\n", body.len());
+        write!(text, "Content-Length: {}\r\n", body.len()).unwrap();
     }
     text += "\r\n";
     text += body.as_deref().unwrap_or_default();

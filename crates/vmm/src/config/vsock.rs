@@ -81,7 +81,7 @@ impl VsockConfig {
                 "give cid=N with a number from 3 to 4294967294",
             ));
         }
-        let name_bytes = self.path.file_name().map_or(0, |name| name.len());
+        let name_bytes = self.path.file_name().map_or(0, std::ffi::OsStr::len);
         let path_bytes = self.path.as_os_str().len();
         if name_bytes == 0 || name_bytes > MOST_NAME_BYTES || path_bytes > MOST_PATH_BYTES {
             return Err(ConfigError::new(

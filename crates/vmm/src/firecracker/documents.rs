@@ -228,7 +228,7 @@ pub(super) struct BalloonDeviceConfig {
     pub free_page_reporting: Option<bool>,
 }
 
-#[expect(clippy::ref_option, reason = "serde's signature")]
+#[expect(clippy::ref_option, clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
 fn false_if_absent<S: Serializer>(value: &Option<bool>, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_bool(value.unwrap_or(false))
 }
@@ -432,6 +432,7 @@ pub(super) struct PmemDeviceUpdateConfig {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[expect(dead_code, reason = "only their types are checked")]
+#[expect(clippy::struct_field_names, reason = "Firecracker's names")]
 pub(super) struct MemoryHotplugConfig {
     total_size_mib: usize,
     #[serde(default)]
@@ -473,6 +474,6 @@ pub(super) struct VmmConfig {
 
 /// Firecracker reports neither its log nor its metrics.
 #[expect(clippy::ref_option, reason = "serde passes references")]
-fn null<T, S: serde::Serializer>(_: &Option<T>, to: S) -> Result<S::Ok, S::Error> {
+fn null<T, S: Serializer>(_: &Option<T>, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_none()
 }

@@ -77,10 +77,10 @@ impl PreBoot {
         let State { resources, metrics, wish } = &mut *state;
         match action {
             Action::InstanceInfo => return Ok(self.instance.info("Not started")),
-            Action::Version => return Ok(self.instance.version()),
+            Action::Version => return Ok(Instance::version()),
             Action::FullConfig => return Answer::of(&resources.full_config()),
             Action::MachineConfig => return Answer::of(&resources.machine),
-            Action::UpdateMachine(update) => resources.update_machine(update)?,
+            Action::UpdateMachine(update) => resources.update_machine(&update)?,
             Action::BootSource(boot) => resources.set_boot(boot)?,
             Action::Drive(drive) => resources.set_drive(drive)?,
             Action::Network(network) => resources.set_network(network)?,
@@ -237,7 +237,7 @@ impl Instance {
     }
 
     /// `GET /version`.
-    pub(super) fn version(&self) -> Answer {
+    pub(super) fn version() -> Answer {
         Answer::Document(json!({ "firecracker_version": super::VERSION }))
     }
 }

@@ -246,10 +246,8 @@ pub(super) fn limits(limiter: &RateLimiterConfig) -> RateLimits {
 /// The change of a device's limits: a bucket that limits nothing removes its limit.
 pub(super) fn changed_limits(limiter: &RateLimiterConfig) -> RateLimits {
     let limits = limits(limiter);
-    let or_none = |bucket: Option<TokenBucketConfig>, limit: Option<u64>| match bucket {
-        Some(_) => Some(limit.unwrap_or(0)),
-        None => None,
-    };
+    let or_none =
+        |bucket: Option<TokenBucketConfig>, limit: Option<u64>| bucket.map(|_| limit.unwrap_or(0));
     RateLimits {
         bandwidth: or_none(limiter.bandwidth, limits.bandwidth),
         bandwidth_burst: or_none(limiter.bandwidth, limits.bandwidth_burst),
@@ -262,6 +260,7 @@ pub(super) fn changed_limits(limiter: &RateLimiterConfig) -> RateLimits {
 mod tests {
     use super::*;
 
+    #[expect(clippy::unnecessary_wraps, reason = "documents have optional ones")]
     fn bucket(size: u64, refill_time: u64) -> Option<TokenBucketConfig> {
         Some(TokenBucketConfig { size, one_time_burst: None, refill_time })
     }

@@ -70,7 +70,7 @@ impl Resources {
             return Err(Fault::not_served("pmem and memory hotplug"));
         }
         if let Some(machine) = config.machine_config {
-            self.update_machine(machine.into())?;
+            self.update_machine(&machine.into())?;
         }
         if let Some(cpu) = config.cpu_config {
             self.cpu = serde_json::from_value(cpu).map_err(|error| Fault::json(&error))?;
@@ -115,7 +115,7 @@ impl Resources {
         self.entropy = config.entropy;
     }
 
-    pub(super) fn update_machine(&mut self, update: MachineConfigUpdate) -> Result<(), Fault> {
+    pub(super) fn update_machine(&mut self, update: &MachineConfigUpdate) -> Result<(), Fault> {
         self.is_configured = true;
         let fault = |message: &'static str| Err(Fault::new(message).within("Machine config error"));
         let old = &self.machine;

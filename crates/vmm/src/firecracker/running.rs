@@ -48,10 +48,13 @@ pub(super) struct State {
     pub metrics: MetricsFile,
 }
 
+/// Makes a reply of the machine's answer.
+type Translate = Box<dyn Fn(Result<Document, ControlError>) -> Result<Answer, Fault> + Send>;
+
 /// A request that was passed on: done, or waited for with what makes a reply of its answer.
 enum Passed {
     Done(Answer),
-    Await(Wait, Box<dyn Fn(Result<Document, ControlError>) -> Result<Answer, Fault> + Send>),
+    Await(Wait, Translate),
 }
 
 impl From<Answer> for Passed {
@@ -103,7 +106,7 @@ impl Running {
                 VmState::Starting | VmState::Running => "Running",
                 _ => "Paused",
             }),
-            Action::Version => self.instance.version(),
+            Action::Version => Instance::version(),
             Action::FullConfig => Answer::of(&lock(&self.state).resources.full_config())?,
             Action::MachineConfig => Answer::of(&lock(&self.state).resources.machine)?,
             Action::Pause => self.timed("pause_vm", Operation::Pause)?,
@@ -132,7 +135,7 @@ impl Running {
             Action::PatchMmds(value) => {
                 self.mmds(|store| store.patch(value).map(|()| Answer::Empty))?
             }
-            Action::CreateSnapshot(params) => return self.create_snapshot(params),
+            Action::CreateSnapshot(params) => return self.create_snapshot(&params),
             Action::Drive(_) | Action::Network(_) | Action::Unplug => {
                 return Err(Fault::new("PCI is not enabled"));
             }
@@ -343,7 +346,7 @@ impl Running {
         with(&mut resources.mmds)
     }
 
-    fn create_snapshot(&self, params: CreateSnapshotParams) -> Result<Passed, Fault> {
+    fn create_snapshot(&self, params: &CreateSnapshotParams) -> Result<Passed, Fault> {
         const WHAT: &str = "Create snapshot error";
         let fault = |message: String| Fault::new(message).within(WHAT);
         if params.snapshot_type == SnapshotType::Diff {

@@ -170,12 +170,14 @@ impl MachineConfig {
             let kernel = self.kernel.clone().filter(|_| trusted)?;
             Some(BootFiles { kernel, initrd: self.initrd.clone() })
         });
-        let no_kernel = boot.is_none() && on_reboot == RebootAction::Reset;
-        let no_disks = given == 0 && saved != 0 && !trusted;
-        let no_nets = overrides.nets.is_empty() && !self.nets.is_empty() && !trusted;
-        let no_vsock = overrides.vsock.is_none() && self.vsock.is_some() && !trusted;
-        if no_kernel || no_disks || no_nets || no_vsock {
-            let missing = self.paths_not_named(no_kernel, no_disks, no_nets, no_vsock);
+        let not_named = NotNamed {
+            kernel: boot.is_none() && on_reboot == RebootAction::Reset,
+            disks: given == 0 && saved != 0 && !trusted,
+            nets: overrides.nets.is_empty() && !self.nets.is_empty() && !trusted,
+            vsock: overrides.vsock.is_none() && self.vsock.is_some() && !trusted,
+        };
+        if not_named != NotNamed::default() {
+            let missing = self.paths_not_named(&not_named);
             return Err(SnapshotError::PathsNotNamed(missing));
         }
         let nets = nets_of(self.nets, overrides.nets)?;
@@ -230,17 +232,17 @@ impl MachineConfig {
     }
 
     /// The described files that the command line does not override, for an error message.
-    fn paths_not_named(&self, boot: bool, disks: bool, nets: bool, vsock: bool) -> String {
+    fn paths_not_named(&self, not_named: &NotNamed) -> String {
         const MOST_DISKS: usize = 4;
         let mut files = Vec::new();
         let mut options = Vec::new();
-        if boot {
+        if not_named.kernel {
             let kernel = self.kernel.as_deref().map_or_else(|| "(unknown)".to_owned(), quoted);
             files.push(format!("the kernel {kernel} for reboots"));
             files.extend(self.initrd.iter().map(|initrd| format!("the initrd {}", quoted(initrd))));
             options.push("--kernel FILE [--initrd FILE], or --on-reboot exit".to_owned());
         }
-        if disks {
+        if not_named.disks {
             let shown = self.disks.iter().take(MOST_DISKS);
             files.extend(shown.map(|disk| format!("the disk {}", quoted(disk.top()))));
             let more = self.disks.len().saturating_sub(MOST_DISKS);
@@ -250,14 +252,14 @@ impl MachineConfig {
                 self.disks.len()
             ));
         }
-        if nets {
+        if not_named.nets {
             files.push(format!("{} network interfaces", self.nets.len()));
             options.push(format!(
                 "--net tap=NAME or --net user for each of its {} network devices, in their order",
                 self.nets.len()
             ));
         }
-        if let Some(vsock) = self.vsock.as_ref().filter(|_| vsock) {
+        if let Some(vsock) = self.vsock.as_ref().filter(|_| not_named.vsock) {
             files.push(format!("the vsock socket {}", quoted(&vsock.path)));
             options.push("--vsock path=PATH".to_owned());
         }
@@ -267,6 +269,15 @@ impl MachineConfig {
              name the files of this host: {options}; or give --trust-paths to open those"
         )
     }
+}
+
+/// What the command line does not name.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct NotNamed {
+    kernel: bool,
+    disks: bool,
+    nets: bool,
+    vsock: bool,
 }
 
 /// The network devices with the backends that are given here: the guest keeps their MTU, and their

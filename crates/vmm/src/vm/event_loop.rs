@@ -168,7 +168,7 @@ fn run_machine(
     let companion = isolation.companion().cloned();
     isolation.complete(vm.needs())?;
     vm.isolation = isolation.info().clone();
-    vm.companion = companion.clone();
+    vm.companion.clone_from(&companion);
     let vm = Arc::new(vm);
     let mut started = None;
     let _api = match (own, front.take(), name) {

@@ -157,7 +157,7 @@ fn transfer(
     let mut offset = libc::off64_t::try_from(offset).map_err(io::Error::other)?;
     let mut left = &mut slices[..];
     loop {
-        while left.first().is_some_and(|slice| slice.is_empty()) {
+        while left.first().is_some_and(VolatileSlice::is_empty) {
             left = &mut left[1..];
         }
         if left.is_empty() {

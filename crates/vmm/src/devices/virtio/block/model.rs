@@ -165,7 +165,8 @@ fn check(config: &DiskConfig, threads: bool, steps: &[Step]) {
 
 fn image(directory: &tempfile::TempDir) -> (PathBuf, File) {
     let path = directory.path().join("image");
-    let file = File::options().read(true).write(true).create(true).open(&path).unwrap();
+    let file =
+        File::options().read(true).write(true).create(true).truncate(false).open(&path).unwrap();
     file.set_len(SECTORS * 512).unwrap();
     (path, file)
 }
@@ -258,7 +259,7 @@ fn discarded_clusters_are_holes() {
     let blocks = || path.metadata().unwrap().blocks();
     let empty = blocks();
     for round in 0..3 {
-        let status = driver.request(&mut disk, blk::VIRTIO_BLK_T_OUT, 0, &[7; 256 << 10]);
+        let status = driver.request(&mut disk, blk::VIRTIO_BLK_T_OUT, 0, &vec![7; 256 << 10]);
         assert_eq!(status, blk::VIRTIO_BLK_S_OK);
         assert_eq!(driver.request(&mut disk, blk::VIRTIO_BLK_T_FLUSH, 0, &[]), 0);
         assert!(blocks() >= empty + 512, "{empty} {}", blocks());
@@ -385,7 +386,7 @@ fn disks_grow_with_their_images() {
 fn discarded_ranges_are_holes_in_the_image() {
     let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
     let (path, file) = image(&directory);
-    file.write_all_at(&[7; (SECTORS * 512) as usize], 0).unwrap();
+    file.write_all_at(&vec![7; (SECTORS * 512) as usize], 0).unwrap();
     file.sync_all().unwrap();
     let full = file.metadata().unwrap().blocks();
     assert!(full >= SECTORS);
@@ -410,11 +411,14 @@ fn discarded_ranges_are_holes_in_the_image() {
 }
 
 /// All ranges are checked before the first one is touched.
+/// A kind of request, its ranges (sector, sectors, flags), and the status.
+type Case<'a> = (u32, &'a [(u64, u32, u32)], u32);
+
 #[test]
 fn invalid_ranges_leave_the_disk_unchanged() {
     let directory = tempfile::tempdir().unwrap();
     let (path, file) = image(&directory);
-    file.write_all_at(&[7; (SECTORS * 512) as usize], 0).unwrap();
+    file.write_all_at(&vec![7; (SECTORS * 512) as usize], 0).unwrap();
     let mut driver = Driver::new();
     let config = DiskConfig { path: path.clone(), ..DiskConfig::default() };
     let mut disk = Block::open(&config, 0, driver.memory.clone(), DiskLock::Now).unwrap();
@@ -423,7 +427,7 @@ fn invalid_ranges_leave_the_disk_unchanged() {
     let (error, unsupported) = (blk::VIRTIO_BLK_S_IOERR, blk::VIRTIO_BLK_S_UNSUPP);
     let good = (0, 8, 0);
     let too_large = (ZERO_BYTES / 512) as u32 + 1;
-    let cases: [(u32, &[(u64, u32, u32)], u32); 11] = [
+    let cases: [Case<'_>; 11] = [
         (discard, &[good, (SECTORS, 1, 0)], error),
         (discard, &[good, (SECTORS - 1, 2, 0)], error),
         (discard, &[good, (u64::MAX, 1, 0)], error),

@@ -152,13 +152,13 @@ fn a_request_above_the_burst_is_served() {
 fn the_largest_request_is_served() {
     let memory = GuestMemory::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap();
     let image = tempfile::NamedTempFile::new().unwrap();
-    image.as_file().set_len(MAX_TRANSFER_BYTES as u64 + 512).unwrap();
+    image.as_file().set_len(MAX_TRANSFER_BYTES + 512).unwrap();
     let disk = open(image.path(), &memory).unwrap();
     let mut config = [0; 16];
     disk.read_config(0, &mut config);
     let number = |at: usize| u32::from_le_bytes(config[at..at + 4].try_into().unwrap());
     assert_ne!(disk.features() & 1 << blk::VIRTIO_BLK_F_SIZE_MAX, 0);
-    let largest = number(8) as u64 * number(12) as u64;
+    let largest = u64::from(number(8)) * u64::from(number(12));
     assert_eq!(MAX_TRANSFER_BYTES, largest);
 }
 

@@ -29,6 +29,10 @@ pub(super) enum Port {
 
 impl Port {
     /// The descriptor, if there is one.
+    #[cfg_attr(
+        not(any(test, feature = "testing")),
+        expect(clippy::unnecessary_wraps, reason = "tests have a port without one")
+    )]
     pub(super) fn fd(&self) -> Option<&Arc<OwnedFd>> {
         match self {
             Self::Open(fd) => Some(fd),

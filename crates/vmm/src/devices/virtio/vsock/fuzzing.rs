@@ -100,7 +100,7 @@ impl Scene {
             match input.byte() % 16 {
                 // Most of the work: several chains, then a notification.
                 0..=7 => {
-                    for _ in 0..1 + input.below(16) {
+                    for _ in 0..=input.below(16) {
                         chains += 1;
                         match input.byte() % 8 {
                             0..=4 => self.packet(input),
@@ -295,7 +295,7 @@ impl Scene {
         let block = [7; 3000];
         let _ = match input.byte() % 6 {
             0 | 1 => stream.write(&block[..input.below(256) * 11]),
-            2 => stream.read(&mut [0; 0x10000]),
+            2 => stream.read(&mut vec![0; 0x10000]),
             3 => stream.shutdown(Shutdown::Write).map(|()| 0),
             4 => stream.shutdown(Shutdown::Read).map(|()| 0),
             _ => {

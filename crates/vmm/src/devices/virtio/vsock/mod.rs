@@ -142,7 +142,7 @@ impl Vsock {
                         None => self.muxer.counters.invalid.length += 1,
                         Some(data) => match io::Read::read_exact(&mut reader, data) {
                             Ok(()) => {
-                                self.muxer.from_guest(&header, data, now);
+                                self.muxer.accept_packet(&header, data, now);
                                 bytes += length;
                             }
                             Err(_) => self.muxer.counters.invalid.chain += 1,
@@ -186,7 +186,7 @@ impl Vsock {
                 None => self.muxer.counters.invalid.chain += 1,
                 Some(mut writer) => {
                     let room = (writer.available_bytes() - HEADER_BYTES).min(self.buffer.len());
-                    let Some(header) = self.muxer.to_guest(&mut self.buffer[..room], now) else {
+                    let Some(header) = self.muxer.next_packet(&mut self.buffer[..room], now) else {
                         queue.go_to_previous_position();
                         return work;
                     };

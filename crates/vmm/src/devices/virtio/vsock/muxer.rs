@@ -134,7 +134,9 @@ impl Muxer {
     /// Ends all connections without a word to the guest, whose driver has ended.
     pub(super) fn clear(&mut self) {
         let all: Vec<Ports> = self.connections.keys().copied().collect();
-        all.into_iter().for_each(|ports| self.remove(ports));
+        for ports in all {
+            self.remove(ports);
+        }
         self.line.clear();
         self.resets.clear();
         self.connector.clear();
@@ -343,7 +345,7 @@ impl Muxer {
     }
 
     /// Handles a packet of the guest. `data` has the length in the header.
-    pub(super) fn from_guest(&mut self, header: &Header, data: &[u8], now: Instant) {
+    pub(super) fn accept_packet(&mut self, header: &Header, data: &[u8], now: Instant) {
         self.counters.packets_from_guest += 1;
         let invalid = &mut self.counters.invalid;
         if header.src_cid != self.guest_cid || header.dst_cid != HOST_CID {
@@ -547,7 +549,7 @@ impl Muxer {
     }
 
     /// The next packet for the guest. Its data is in `buffer`, which must not be empty.
-    pub(super) fn to_guest(&mut self, buffer: &mut [u8], now: Instant) -> Option<Header> {
+    pub(super) fn next_packet(&mut self, buffer: &mut [u8], now: Instant) -> Option<Header> {
         if let Some(header) = self.resets.pop_front() {
             return Some(header);
         }

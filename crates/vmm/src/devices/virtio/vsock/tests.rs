@@ -56,13 +56,13 @@ impl Bench {
 
     fn send_with(&mut self, header: Header, data: &[u8]) {
         let header = Header { len: data.len() as u32, ..header };
-        self.muxer.from_guest(&header, data, self.now);
+        self.muxer.accept_packet(&header, data, self.now);
     }
 
     /// The guest receives a packet.
     fn receive(&mut self) -> Option<(Header, Vec<u8>)> {
         let mut buffer = [0; 4096];
-        let header = self.muxer.to_guest(&mut buffer, self.now)?;
+        let header = self.muxer.next_packet(&mut buffer, self.now)?;
         Some((header, buffer[..header.len as usize].to_vec()))
     }
 
@@ -358,7 +358,7 @@ fn wrong_packets() {
     // More than the credit.
     let mut count = 0;
     while bench.muxer.len() == 1 {
-        bench.send(80, 1, Op::Data, &[0; 65536]);
+        bench.send(80, 1, Op::Data, &vec![0; 65536]);
         count += 1;
     }
     assert!(count < 64, "{count} packets of 64 KiB were taken without a reader");
@@ -514,7 +514,9 @@ impl Streams {
                 Step::GuestUpdates,
                 Step::HostReads(u16::MAX),
             ];
-            all.into_iter().for_each(|step| self.step(step));
+            for step in all {
+                self.step(step);
+            }
             if self.host_ended && self.to_host.0 == self.to_host.1 {
                 break;
             }
