@@ -186,7 +186,9 @@ fn ask(client: &mut UnixStream, request: &Value, directory: &str) -> Value {
 
 /// Sends the requests of a session; returns the differences by index.
 fn replay(session: &Value) -> BTreeMap<u64, String> {
-    let directory = tempfile::tempdir().unwrap();
+    // As long as the one of the recording: messages name columns behind it.
+    let directory = tempfile::Builder::new().prefix("tmp").rand_bytes(8).tempdir_in("/tmp");
+    let directory = directory.unwrap();
     prepare(directory.path());
     let here = directory.path().to_str().unwrap().to_owned();
     let options = session["options"].as_array().cloned().unwrap_or_default();
@@ -223,6 +225,10 @@ fn answers_are_those_of_a_real_firecracker() {
     let mut excepted = 0;
     for session in fixtures["sessions"].as_array().unwrap() {
         let name = &session["name"];
+        if session["kvm"] == true && !Path::new("/dev/kvm").exists() {
+            println!("{name}: not sent, there is no /dev/kvm");
+            continue;
+        }
         let requests = session["requests"].as_array().unwrap();
         total += requests.iter().filter(|recorded| recorded["restart"] != true).count();
         let mut differences = replay(session);
