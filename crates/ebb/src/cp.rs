@@ -33,7 +33,7 @@ pub struct Args {
     /// The same; one of both is in a guest
     #[arg(value_name = "DESTINATION")]
     destination: End,
-    /// In the guest, the copy belongs to this user: USER[:GROUP] [default: root]
+    /// In the guest, the copy belongs to this user: USER or USER:GROUP [default: root]
     #[arg(short, long, value_name = "USER")]
     user: Option<String>,
     /// Print one JSON document

@@ -47,7 +47,7 @@ pub struct Args {
     /// Run it on a terminal, which follows the size of this one
     #[arg(short, long, conflicts_with_all = ["detach", "json"])]
     terminal: bool,
-    /// Run it as this user of the guest: USER[:GROUP], names or numbers [default: root]
+    /// Run it as this user of the guest: USER or USER:GROUP, names or numbers [default: root]
     #[arg(short, long, value_name = "USER")]
     user: Option<String>,
     /// Set a variable; may be given several times

@@ -244,12 +244,14 @@ fn descriptors_lead_nowhere(scene: &Scene) {
     let guest = stage.start(&[]);
     guest.save_and_end(&scene.path(SNAPSHOT));
     let mut guest = stage.restore();
-    // The thread for migrations may make all calls of a device's thread, and more.
+    // The thread for migrations may make all calls of a disk's thread, and more.
     let threads = threads(&guest);
-    let migrate = threads.iter().find(|(_, name)| name == "migrate").expect("a thread");
-    let of_migrate = [paths(scene), vec![migrate.0.clone()]].concat();
-    check_files(scene, &guest, "files", &paths(scene));
-    check_files(scene, &guest, "files and sizes", &of_migrate);
+    let from = |thread: &str| {
+        let (id, _) = threads.iter().find(|(_, name)| name == thread).expect("a thread");
+        [paths(scene), vec![id.clone()]].concat()
+    };
+    check_files(scene, &guest, "files", &from("disk0"));
+    check_files(scene, &guest, "files and sizes", &from("migrate"));
     stage.check("descriptors as files");
 
     let id = begin(&guest, "streams", &paths(scene));

@@ -2,9 +2,9 @@
 //!
 //! Before the start, one thread with the rights of the user who started the program serves the API
 //! and collects documents; nothing of a guest exists. `InstanceStart` or `/snapshot/load` makes a
-//! [`VmConfig`] of them, and the machine starts as that of `ebb run` does, with the same socket and
-//! the clients who are connected. From then on each request becomes an operation of
-//! [`Machine`](crate::api::control::Machine).
+//! [`VmConfig`](crate::config::VmConfig) of them, and the machine starts as that of `ebb run` does,
+//! with the same socket and the clients who are connected. From then on each request becomes an
+//! operation of [`Machine`](crate::api::control::Machine).
 //!
 //! | module | contents |
 //! | --- | --- |

@@ -9,19 +9,23 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, PollFlags, eventfd};
 
 use super::disk::{Disk, Done, Durability};
 use super::request::Request;
 use crate::devices::virtio::HostEvents;
+use crate::ending::join_until;
 use crate::exit::{ExitSignal, GuestExit};
 use crate::seccomp::{Filters, ThreadKind};
 
-/// The threads of a disk. They end after their current request when this is dropped; the memory
-/// and the image that they use exist until then.
+/// The threads of a disk. Dropping it waits until they have ended after their current request, as
+/// far as the end of the monitor does; the memory and the image that they use exist until then.
 pub(super) struct Pool {
     shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    exit: Arc<ExitSignal>,
 }
 
 struct Shared {
@@ -68,16 +72,18 @@ impl Pool {
             drained: Condvar::new(),
             done: Arc::new(done),
         });
-        let pool = Self { shared };
+        let mut pool = Self { shared, threads: Vec::with_capacity(threads), exit: exit.clone() };
         for thread in 0..threads {
             let (shared, disk, exit) = (pool.shared.clone(), disk.clone(), exit.clone());
             let filter = filters.for_thread(ThreadKind::Disk);
-            std::thread::Builder::new().name(format!("{name}-{thread}")).spawn(
-                move || match filter.apply() {
-                    Ok(()) => shared.work(&disk),
-                    Err(error) => exit.raise(GuestExit::Monitor { message: error.to_string() }),
-                },
-            )?;
+            let thread =
+                std::thread::Builder::new().name(format!("{name}-{thread}")).spawn(move || {
+                    match filter.apply() {
+                        Ok(()) => shared.work(&disk),
+                        Err(error) => exit.raise(GuestExit::Monitor { message: error.to_string() }),
+                    }
+                })?;
+            pool.threads.push(thread);
         }
         Ok(pool)
     }
@@ -128,6 +134,10 @@ impl Drop for Pool {
         state.waiting.clear();
         drop(state);
         self.shared.submitted.notify_all();
+        for thread in self.threads.drain(..) {
+            // One that is left behind keeps guest memory mapped.
+            let _ = join_until(thread, self.exit.end_deadline());
+        }
     }
 }
 
