@@ -168,14 +168,14 @@ fn check_both_ways(guest: &Guest, path: &Path) {
 }
 
 fn many_and_stuck(scene: &Scene) {
-    const MANY: u32 = 1000;
+    let many: u32 = counts(300, 1000);
     raise_open_files();
     let path = scene.path("vsock");
     let guest = Setup::new(scene).args(option(&path)).start();
     serve(&guest, &path, ECHO, Service::Echo);
     echo_on_host(&path, 80);
-    let mut streams: Vec<_> = (0..MANY).map(|_| connect(&path, ECHO).unwrap()).collect();
-    assert_eq!(guest.vm().vsock.unwrap().connections, u64::from(MANY));
+    let mut streams: Vec<_> = (0..many).map(|_| connect(&path, ECHO).unwrap()).collect();
+    assert_eq!(guest.vm().vsock.unwrap().connections, u64::from(many));
     for (number, stream) in streams.iter_mut().enumerate() {
         vsock::send(stream, number as u64, 1000).unwrap();
     }
@@ -184,9 +184,9 @@ fn many_and_stuck(scene: &Scene) {
         assert_eq!(vsock::receive(stream).unwrap(), Sum::of(number as u64, 1000));
     }
     drop(streams);
-    let report = exchange(&guest, 80, MANY, 1000);
-    assert_eq!((report.opened, report.different), (MANY, 0), "{report:?}");
-    assert_eq!(report.received_bytes, u64::from(MANY) * 1000);
+    let report = exchange(&guest, 80, many, 1000);
+    assert_eq!((report.opened, report.different), (many, 0), "{report:?}");
+    assert_eq!(report.received_bytes, u64::from(many) * 1000);
 
     // Readers that never read: in the guest, and at the host. The others go on.
     serve(&guest, &path, HOLD, Service::Hold);
