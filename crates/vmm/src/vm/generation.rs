@@ -46,3 +46,26 @@ impl Generation {
         self.known.load(Ordering::Acquire)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_machine_has_its_own_and_its_guest_reads_it() {
+        let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+        let mut seen = std::collections::BTreeSet::new();
+        for _ in 0..3 {
+            let generation = Generation::new().unwrap();
+            assert!(!generation.is_known());
+            generation.write(&memory).unwrap();
+            assert!(generation.is_known());
+            let id: [u8; 16] = memory.read_obj(GuestAddress(layout::GENERATION_ID)).unwrap();
+            assert!(seen.insert(id), "{id:?} was there before");
+        }
+        // A guest from an older snapshot has no address for it.
+        let generation = Generation::new().unwrap();
+        generation.arrive(false);
+        assert!(!generation.is_known());
+    }
+}
