@@ -421,8 +421,8 @@ fn enter(uid: Uid, gid: Gid, groups: &[Gid], terminal: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// Gives all signals their default effect: a process inherits which of them the agent ignores or
-/// blocks, which depends on who has started it.
+/// Gives all signals their default effect: a process inherits the ones that the agent ignores or
+/// blocks, and those depend on how the agent was started.
 fn reset_signals() {
     for signal in 1..=libc::SIGRTMAX() {
         // SAFETY: changes the effect of a signal in this process only, which has one thread and is

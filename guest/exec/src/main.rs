@@ -7,8 +7,8 @@ use ebb_guest_agent::{server, wire};
 
 /// Runs commands and moves files in this guest for `ebb exec` and `ebb cp` on its host
 ///
-/// The host connects through virtio-vsock. Whoever controls the machine's monitor can do anything
-/// in the machine already; other users of the host need access to its vsock path.
+/// The host connects through virtio-vsock. The user who runs the machine's monitor controls the
+/// machine already; other users of the host need access to its vsock path.
 #[derive(Debug, Parser)]
 #[command(name = "ebb-guest-agent", version)]
 struct Args {
@@ -19,7 +19,6 @@ struct Args {
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    // An abandoned command must not end the agent.
     match server::serve(args.port) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
