@@ -1,5 +1,6 @@
 //! The command line of Ebb.
 
+mod console;
 mod cp;
 mod ctl;
 mod doctor;
@@ -60,6 +61,8 @@ enum Command {
     Exec(exec::Args),
     /// Copy files between the host and a guest that has Ebb's agent
     Cp(cp::Args),
+    /// Connect with the serial line of a running virtual machine
+    Console(console::Args),
     /// Own the stable pages that machines of one trust domain share
     MergeBroker(merge_broker::Args),
     /// Check whether this machine can run guests, and what to do if not
@@ -91,6 +94,7 @@ fn main() -> ExitCode {
             Command::Ctl(args) => ctl::run(args),
             Command::Exec(args) => Ok(exec::run(args)),
             Command::Cp(args) => cp::run(args),
+            Command::Console(args) => console::run(&args),
             Command::MergeBroker(args) => merge_broker::run(args),
             Command::Doctor(args) => doctor::run(&args),
             Command::ExtractVmlinux(args) => extract_vmlinux::run(args),

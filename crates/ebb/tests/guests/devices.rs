@@ -1,6 +1,8 @@
 //! The other devices: disks and entropy.
 
 use std::fs::{self, File};
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::process::{Command as Program, Stdio};
 
 use ebb_agent::protocol::Command;
 use ebb_vmm::api::{LimitsChange, LimitsInfo, RateLimits};
@@ -16,7 +18,7 @@ pub const TESTS: &[Test] = &[
     Test::new("devices::readonly_disk_refuses", 180, readonly_disk_refuses),
     Test::new("devices::limited_disk", 180, limited_disk),
     Test::new("devices::full_host", 180, full_host),
-    Test::new("devices::entropy", 180, entropy),
+    Test::new("devices::entropy_and_console", 180, entropy_and_console),
 ];
 
 fn run_shell(guest: &Guest, line: &str) -> serde_json::Value {
@@ -133,7 +135,7 @@ fn full_host(scene: &Scene) {
     assert_eq!(guest.wrong_pages(), 0);
 }
 
-fn entropy(scene: &Scene) {
+fn entropy_and_console(scene: &Scene) {
     let guest = Setup::new(scene).args(["--rng", "bandwidth=64K"]).start();
     let current = guest.read_file("/sys/class/misc/hw_random/rng_current");
     assert!(current.starts_with("virtio_rng"), "{current}");
@@ -148,4 +150,31 @@ fn entropy(scene: &Scene) {
     let distinct =
         |text: &str| text.as_bytes().chunks(2).collect::<std::collections::BTreeSet<_>>().len();
     assert!(distinct(&first) > 150, "{first}");
+    console(scene, guest);
+}
+
+/// The serial line is read by the test already; others come and go.
+fn console(scene: &Scene, guest: Guest) {
+    let socket = guest.socket().display().to_string();
+    let connect = || {
+        let mut ebb = Program::new(&scene.world.ebb);
+        ebb.args(["console", &socket]).stdin(Stdio::piped());
+        let mut console = ebb.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(console.stdout.take().unwrap()).lines().map(Result::unwrap);
+        (console, lines)
+    };
+    let (mut first, mut lines) = connect();
+    // Recent output, then an answer to what is typed.
+    lines.find(|line| line.contains("rng_current")).expect("earlier output");
+    first.stdin.as_mut().unwrap().write_all(b"typed\n").unwrap();
+    lines.find(|line| line.contains("not a command") && line.contains("typed")).unwrap();
+
+    let (second, mut later) = connect();
+    let output = first.wait_with_output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("taken it over"), "{output:?}");
+    later.find(|line| line.contains("typed")).expect("earlier output");
+    drop(guest);
+    let output = second.wait_with_output().unwrap();
+    assert!(String::from_utf8_lossy(&output.stderr).contains("has ended"), "{output:?}");
 }

@@ -13,7 +13,7 @@ use super::merge::{MergeInfo, MergeSettings};
 use super::metrics::Metrics;
 use super::migration::{MigrationRequest, MigrationStatus};
 use super::net::{NetChange, NetInfo};
-use super::vm::{SnapshotReport, SnapshotTarget, TrimReport, VmInfo, VmState};
+use super::vm::{ConsoleInfo, SnapshotReport, SnapshotTarget, TrimReport, VmInfo, VmState};
 
 /// A virtual machine as the API sees it.
 pub trait Machine: Send + Sync {
@@ -101,6 +101,9 @@ pub enum Operation {
     /// pages to be unmerged by the monitor. The kernel unmerges within one system call, so with
     /// `merge=kernel` the call takes about a second for each 4 GiB of merged pages.
     SetMerge(Box<MergeSettings>),
+    /// `PUT /console`: connects a stream socket, the one descriptor of the request, with the
+    /// guest's serial line, and takes the place of an earlier one.
+    AttachConsole,
     /// `GET /metrics`: all counters, for monitoring.
     Metrics,
 }
@@ -109,7 +112,7 @@ impl Operation {
     /// Whether file descriptors may come with the request. They belong to the first request that is
     /// complete after their arrival: a client that sends some waits for earlier replies first.
     pub fn takes_descriptors(&self) -> bool {
-        matches!(self, Self::Snapshot(_) | Self::Migrate(_))
+        matches!(self, Self::Snapshot(_) | Self::Migrate(_) | Self::AttachConsole)
     }
 }
 
@@ -145,6 +148,7 @@ pub enum Document {
     Limits(LimitsInfo),
     Net(NetInfo),
     Merge(Box<MergeInfo>),
+    Console(ConsoleInfo),
     #[serde(skip)]
     Metrics(Box<Metrics>),
 }

@@ -49,7 +49,7 @@ const fn route_to(method: Method, path: &'static str, build: Build) -> Route {
 }
 
 /// All routes.
-pub const ROUTES: [Route; 25] = [
+pub const ROUTES: [Route; 26] = [
     route_to(Method::Get, "/openapi.json", |request| plain(request, Operation::OpenApi)),
     route_to(Method::Get, "/vm", |request| plain(request, Operation::VmInfo)),
     route_to(Method::Put, "/vm/pause", |request| plain(request, Operation::Pause)),
@@ -80,6 +80,7 @@ pub const ROUTES: [Route; 25] = [
     route_to(Method::Put, "/net", |request| with(request, Operation::SetNet)),
     route_to(Method::Get, "/merge", |request| plain(request, Operation::Merge)),
     route_to(Method::Put, "/merge", set_merge),
+    route_to(Method::Put, "/console", |request| plain(request, Operation::AttachConsole)),
     route_to(Method::Get, "/metrics", |request| plain(request, Operation::Metrics)),
 ];
 

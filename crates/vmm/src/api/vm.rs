@@ -108,6 +108,14 @@ pub struct VsockInfo {
     pub connections: u64,
 }
 
+/// `PUT /console`: the serial line is connected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(rename = "Console")]
+pub struct ConsoleInfo {
+    /// Earlier output that the socket receives first.
+    pub recent_bytes: u64,
+}
+
 /// `PUT /vm/trim`: the result.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct TrimReport {

@@ -11,12 +11,16 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use vmm_sys_util::eventfd::EventFd;
+
 use crate::config::{RateLimits, SerialConfig};
 use crate::devices::throttle::{Admission, Throttle};
 
 mod files;
+mod recent;
 
 use files::Files;
+pub(crate) use recent::Recent;
 
 /// Most bytes of output that wait for a slow reader.
 pub const BACKLOG_BYTES: usize = 64 << 10;
@@ -25,7 +29,12 @@ const CHUNK_BYTES: usize = 4096;
 
 /// The output side of a console. Clones are the same.
 #[derive(Debug, Clone)]
-pub struct ConsoleOutput(Option<Arc<Shared>>);
+pub struct ConsoleOutput {
+    /// Nothing for an output that is discarded.
+    writer: Option<Arc<Shared>>,
+    /// Kept for a client of the API, also if the rest is discarded.
+    recent: Option<Arc<Recent>>,
+}
 
 #[derive(Debug)]
 struct Shared {
@@ -107,7 +116,19 @@ impl ConsoleOutput {
 
     /// An output that discards everything.
     pub fn nowhere() -> Self {
-        Self(None)
+        Self { writer: None, recent: None }
+    }
+
+    /// The same, which keeps recent output and signals `wake` when a client waits for more.
+    #[must_use]
+    pub fn keeping(mut self, wake: EventFd) -> Self {
+        self.recent = Some(Arc::new(Recent::new(wake)));
+        self
+    }
+
+    /// Recent output, if it is kept.
+    pub(crate) fn recent(&self) -> Option<&Arc<Recent>> {
+        self.recent.as_ref()
     }
 
     /// An output to `stream`, which other processes may share, and its thread.
@@ -117,7 +138,7 @@ impl ConsoleOutput {
 
     /// Writes all of `bytes`, or nothing if there is no room for them; returns whether there was.
     pub(crate) fn push_whole(&self, bytes: &[u8]) -> bool {
-        let Some(shared) = &self.0 else { return true };
+        let Some(shared) = &self.writer else { return true };
         let mut state = shared.lock();
         let fits = !state.closed && bytes.len() <= BACKLOG_BYTES - state.backlog.len();
         if fits {
@@ -133,22 +154,23 @@ impl ConsoleOutput {
             state: Mutex::default(),
             changed: Condvar::new(),
         });
-        (Self(Some(Arc::clone(&shared))), ConsoleWriter { shared, target })
+        let writer = ConsoleWriter { shared: Arc::clone(&shared), target };
+        (Self { writer: Some(shared), recent: None }, writer)
     }
 
     /// Bytes dropped because they were not read in time, or could not be written.
     pub fn dropped_bytes(&self) -> u64 {
-        self.0.as_ref().map_or(0, |shared| shared.lock().dropped_bytes)
+        self.writer.as_ref().map_or(0, |shared| shared.lock().dropped_bytes)
     }
 
     /// Its limits, unless it is discarded.
     pub fn throttle(&self) -> Option<&Arc<Throttle>> {
-        self.0.as_ref().map(|shared| &shared.throttle)
+        self.writer.as_ref().map(|shared| &shared.throttle)
     }
 
     /// Makes the thread consider changed limits.
     pub fn wake(&self) {
-        if let Some(shared) = &self.0 {
+        if let Some(shared) = &self.writer {
             let _state = shared.lock();
             shared.changed.notify_all();
         }
@@ -157,7 +179,7 @@ impl ConsoleOutput {
     /// Ends the output: waits until everything is written, without its limits, at most for
     /// `limit`.
     pub fn finish(&self, limit: Duration) {
-        let Some(shared) = &self.0 else { return };
+        let Some(shared) = &self.writer else { return };
         let mut state = shared.lock();
         state.ended = true;
         shared.changed.notify_all();
@@ -172,7 +194,10 @@ impl ConsoleOutput {
 
 impl Write for ConsoleOutput {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let Some(shared) = &self.0 else { return Ok(bytes.len()) };
+        if let Some(recent) = &self.recent {
+            recent.add(bytes);
+        }
+        let Some(shared) = &self.writer else { return Ok(bytes.len()) };
         let mut state = shared.lock();
         let room = if state.closed { 0 } else { BACKLOG_BYTES - state.backlog.len() };
         let taken = bytes.len().min(room);

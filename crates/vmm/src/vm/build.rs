@@ -463,6 +463,7 @@ impl Assembly<'_> {
             console: format!("{:?}", config.serial),
             source,
         })?;
+        let output = output.keeping(clone(input_read)?);
         if let Some(throttle) = output.throttle() {
             let output = output.clone();
             self.throttled.push(Throttled {

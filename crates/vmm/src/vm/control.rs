@@ -81,6 +81,7 @@ impl Machine for Vm {
                 self.merging.change(&change)?;
                 Document::Merge(Box::new(self.merging.info()?))
             }
+            Operation::AttachConsole => Document::Console(self.attach_console(descriptors)?),
             Operation::Metrics => Document::Metrics(Box::new(self.metrics())),
         };
         Ok(document.into())

@@ -1,26 +1,24 @@
 //! The main thread: waits for the end of the guest, for signals and for console input.
 
-use std::io::{self, IsTerminal};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_guest_ram::{Populate, RamError};
 use ebb_local_io::SocketFile;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use vmm_sys_util::eventfd::EventFd;
 
 use super::build::{Built, Origin, build, restrict_writer};
+use super::console::{Console, Wish};
 use super::migration::MigrationThread;
 use super::reboots::RecentReboots;
-use super::terminal::{EscapeSequence, Output, RawTerminal, Typed};
-use super::{Reset, Vm, VmError, lock};
+use super::{Reset, Vm, VmError};
 use crate::api::control::Machine;
 use crate::api::door::Door;
 use crate::api::server::{Clients, Limits};
 use crate::api::vm::VmState;
 use crate::api::{ApiServer, ApiSocket};
-use crate::config::{RebootAction, SerialConfig, VmConfig};
+use crate::config::{RebootAction, VmConfig};
 use crate::devices::guest_log;
 use crate::devices::virtio::net::open_all;
 use crate::exit::{ExitSignal, GuestExit};
@@ -32,9 +30,6 @@ use crate::snapshot::{Overrides, SnapshotFile};
 pub(super) mod signals;
 
 use signals::Signals;
-
-/// Time that a slow reader of the console has at the end of the machine.
-const LAST_OUTPUT: Duration = Duration::from_millis(500);
 
 /// Interval of attempts to reboot a machine that is stopping, or being paused, saved or sent.
 const RESET_RETRY: Duration = Duration::from_millis(2);
@@ -184,7 +179,7 @@ fn run_machine(
     // Dropped before the API, which can then report the outcome of a migration.
     let _migrations =
         vm.config.api.is_some().then(|| MigrationThread::start(&vm, &filters)).transpose()?;
-    let console = ConsoleInput::open(&serial, input_read)?;
+    let console = Console::open(&serial, input_read, &vm)?;
     filters.for_thread(ThreadKind::Main).apply()?;
     // No other call starts it. It may have been killed already, which is detected below.
     let begun = match start {
@@ -198,9 +193,7 @@ fn run_machine(
         started(begun.as_ref().map(drop).map_err(ToString::to_string));
     }
     begun?;
-    let exit = wait_for_end(&vm, &signals, console, on_reboot);
-    finish_console(&vm);
-    Ok(exit)
+    Ok(wait_for_end(&vm, &signals, console, on_reboot))
 }
 
 /// From here on, no thread waits for standard error.
@@ -232,17 +225,23 @@ fn restrict_api(
     }
 }
 
-/// Gives the rest of the console's output a moment to be read.
-pub(super) fn finish_console(vm: &Vm) {
-    let output = lock(&vm.serial).output().clone();
-    output.finish(LAST_OUTPUT);
-}
-
-/// Runs the event loop until the machine ends.
+/// Runs the event loop until the machine ends, and gives the rest of the console's output a moment
+/// to be read.
 pub(super) fn wait_for_end(
     vm: &Vm,
     signals: &Signals,
-    mut console: ConsoleInput,
+    mut console: Console,
+    on_reboot: RebootAction,
+) -> GuestExit {
+    let exit = serve_until_end(vm, signals, &mut console, on_reboot);
+    console.finish();
+    exit
+}
+
+fn serve_until_end(
+    vm: &Vm,
+    signals: &Signals,
+    console: &mut Console,
     on_reboot: RebootAction,
 ) -> GuestExit {
     let mut receiving = true;
@@ -274,14 +273,15 @@ pub(super) fn wait_for_end(
         let mut fds = vec![
             readable(vm.exit.event()),
             PollFd::new(signals, PollFlags::IN),
-            readable(&console.input_read),
+            readable(console.event()),
         ];
         // A machine that has not arrived yet would lose the input. Once it has, an operation may
         // hold the lock of the state for long.
         receiving = receiving && vm.state() == VmState::Receiving;
-        if !receiving && let Some(input) = console.wanted() {
-            fds.push(PollFd::new(input, PollFlags::IN));
-        }
+        fds.extend(console.client(!receiving));
+        let stdin = console.stdin(!receiving);
+        let reads_stdin = stdin.is_some();
+        fds.extend(stdin);
         let timeout = retry.map(|left| Timespec {
             tv_sec: left.as_secs() as i64,
             tv_nsec: i64::from(left.subsec_nanos()),
@@ -299,9 +299,10 @@ pub(super) fn wait_for_end(
             return GuestExit::Signal { name };
         }
         if ready[2] {
-            let _ = console.input_read.read();
+            console.clear_event();
         }
-        if console.forward(vm, ready.get(3) == Some(&true)) == Wish::Quit {
+        let typed = reads_stdin && ready.last() == Some(&true);
+        if console.serve(vm, !receiving, typed) == Wish::Quit {
             return GuestExit::Signal { name: "Ctrl-A x" };
         }
     }
@@ -314,66 +315,4 @@ fn wait_to_reboot(reboots: &mut RecentReboots, now: Instant) -> Duration {
         guest_log!("the guest reboots often: it starts again in {wait:?}");
     }
     wait
-}
-
-#[derive(PartialEq, Eq)]
-enum Wish {
-    GoOn,
-    Quit,
-}
-
-/// Standard input for the guest's serial line, whose FIFO takes 64 bytes at a time.
-pub(super) struct ConsoleInput {
-    source: Option<io::Stdin>,
-    terminal: Option<(RawTerminal, EscapeSequence)>,
-    input_read: EventFd,
-    pending: Vec<u8>,
-}
-
-impl ConsoleInput {
-    /// Takes over standard input, if the serial line uses it.
-    pub(super) fn open(serial: &SerialConfig, input_read: EventFd) -> Result<Self, VmError> {
-        let console = |source| VmError::Console { console: "tty".to_owned(), source };
-        let terminal = match serial {
-            SerialConfig::Tty => Some((
-                RawTerminal::enter(Output::Processed).map_err(console)?,
-                EscapeSequence::default(),
-            )),
-            _ => None,
-        };
-        let source = matches!(serial, SerialConfig::Tty | SerialConfig::Stdio).then(io::stdin);
-        if terminal.is_some() && io::stderr().is_terminal() {
-            tracing::info!("press Ctrl-A x to end the guest");
-        }
-        Ok(Self { source, terminal, input_read, pending: Vec::new() })
-    }
-
-    /// Standard input, while the guest accepts more of it.
-    fn wanted(&self) -> Option<&io::Stdin> {
-        self.source.as_ref().filter(|_| self.pending.is_empty())
-    }
-
-    fn forward(&mut self, vm: &Vm, readable: bool) -> Wish {
-        if readable && let Some(source) = &self.source {
-            let mut buffer = [0; 512];
-            match rustix::io::read(source.as_fd(), &mut buffer) {
-                // The end of input does not end the guest.
-                Ok(0) => self.source = None,
-                Ok(length) => match &mut self.terminal {
-                    None => self.pending.extend_from_slice(&buffer[..length]),
-                    Some((_, escape)) => match escape.filter(&buffer[..length]) {
-                        Typed::Quit => return Wish::Quit,
-                        Typed::Input(bytes) => self.pending.extend(bytes),
-                    },
-                },
-                Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
-                Err(_) => self.source = None,
-            }
-        }
-        if !self.pending.is_empty() {
-            let taken = lock(&vm.serial).input(&self.pending);
-            self.pending.drain(..taken);
-        }
-        Wish::GoOn
-    }
 }

@@ -2,6 +2,7 @@
 
 mod balloon;
 mod build;
+mod console;
 mod control;
 mod disks;
 mod event_loop;

@@ -291,6 +291,10 @@ impl Machine for TestVm {
                 self.set_net(&change)?;
                 Document::Net(self.net()?)
             }
+            Operation::AttachConsole => {
+                drop(self.change(Needs::Nothing)?);
+                Document::Console(ConsoleInfo { recent_bytes: 0 })
+            }
             Operation::Limits => Document::Limits(self.limits()?),
             Operation::SetLimits(change) => {
                 self.set_limits(&change)?;

@@ -41,6 +41,7 @@ fn schemas() -> Map<String, Value> {
     replies.subschema_for::<LimitsInfo>();
     replies.subschema_for::<NetInfo>();
     replies.subschema_for::<MergeInfo>();
+    replies.subschema_for::<ConsoleInfo>();
     replies.subschema_for::<ErrorDocument>();
     let mut schemas = replies.take_definitions(false);
     // Bounds apply to requests; the kernel may be set otherwise.

@@ -132,7 +132,7 @@ fn a_full_disk_drops_output_and_is_tried_again() {
     }
     console.finish(SOON);
     assert_eq!(console.dropped_bytes(), 200);
-    assert!(!console.0.unwrap().lock().closed);
+    assert!(!console.writer.unwrap().lock().closed);
 }
 
 #[test]

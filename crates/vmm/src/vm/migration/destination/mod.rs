@@ -31,8 +31,9 @@ use crate::isolation::{Isolation, KeptName, Sockets};
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::{DescribedPaths, Overrides, SnapshotError};
 use crate::vm::build::{Arriving, Built, Origin, build};
+use crate::vm::console::Console;
 use crate::vm::event_loop::signals::Signals;
-use crate::vm::event_loop::{ConsoleInput, finish_console, start_api, start_log, wait_for_end};
+use crate::vm::event_loop::{start_api, start_log, wait_for_end};
 use crate::vm::{Vm, VmError, lock};
 use arrival::{Announced, Answer, Arrival};
 use pending::PendingVm;
@@ -111,11 +112,10 @@ pub fn receive(
     let _migrations =
         vm.config.api.is_some().then(|| MigrationThread::start(&vm, &filters)).transpose()?;
     let wake = input_read.try_clone().map_err(VmError::host("duplicate an event"))?;
-    let console = ConsoleInput::open(&serial, input_read)?;
+    let console = Console::open(&serial, input_read, &vm)?;
     filters.for_thread(ThreadKind::Main).apply()?;
     waiting.accept(&vm, wake);
     let end = wait_for_end(&vm, &signals, console, on_reboot);
-    finish_console(&vm);
     match waiting.end() {
         Some(problem) if matches!(end, GuestExit::Monitor { .. }) => {
             Err(VmError::NotReceived(problem))
