@@ -86,3 +86,11 @@ fn dial(path: &Path, port: u32) -> anyhow::Result<Channel> {
     stream.set_read_timeout(None).with_context(describe)?;
     Channel::new(OwnedFd::from(stream)).with_context(describe)
 }
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_agent_asks_for_random_bytes_where_the_monitor_has_them() {
+        assert_eq!(ebb_guest_agent::wire::RANDOM_PORT, ebb_vmm::isolation::RANDOM_PORT);
+    }
+}

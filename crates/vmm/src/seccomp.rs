@@ -375,6 +375,7 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     }
     if kind == ThreadKind::Companion {
         rules.insert(libc::SYS_socket, vec![equal(0, libc::AF_UNIX as u64)?]);
+        rules.insert(libc::SYS_socketpair, vec![equal(0, libc::AF_UNIX as u64)?]);
     }
     // The nodes of this process's own pages.
     if kind == ThreadKind::Merge {

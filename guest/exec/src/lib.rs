@@ -12,6 +12,7 @@ pub mod channel;
 pub mod exec;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
+pub mod reseed;
 pub mod server;
 pub mod transfer;
 pub mod wire;

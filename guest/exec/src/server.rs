@@ -12,6 +12,7 @@ use crate::account::Account;
 use crate::archive::{self, Place};
 use crate::channel::{Channel, ChannelError};
 use crate::exec;
+use crate::reseed;
 use crate::transfer::{Direction, Receiver, Sender};
 use crate::wire::{Control, Ended, Failure, FailureKind, Frame, Request};
 
@@ -24,6 +25,9 @@ const MAX_SESSIONS: usize = 1024;
 /// There is no virtio-vsock, or the port is taken.
 pub fn serve(port: u32) -> io::Result<()> {
     let listener = VsockListener::bind_with_cid_port(VMADDR_CID_ANY, port)?;
+    if let Err(error) = reseed::spawn() {
+        eprintln!("ebb-guest-agent: random numbers are not reseeded after a restore: {error}");
+    }
     let sessions = Arc::new(AtomicUsize::new(0));
     loop {
         let (stream, peer) = match listener.accept() {

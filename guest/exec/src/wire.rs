@@ -6,6 +6,8 @@ use serde::{Deserialize, Serialize};
 
 /// Port on which the agent listens.
 pub const PORT: u32 = 0xebb;
+/// Port of the host on which the monitor sends random bytes.
+pub const RANDOM_PORT: u32 = 0xebb;
 /// Bytes of input that the host may send before the agent has [taken](Control::Taken) them.
 pub const INPUT_WINDOW_BYTES: usize = 256 << 10;
 /// Bytes in a frame of data.

@@ -7,8 +7,9 @@ use ebb_agent::protocol::Command;
 use serde_json::Value;
 
 use crate::guest::MIB;
-use crate::harness::{Scene, Test, counts};
+use crate::harness::{Scene, Test, counts, eventually};
 use crate::place::GUEST_AGENT;
+use crate::saved::Restore;
 use crate::setup::Setup;
 
 /// The tests.
@@ -74,5 +75,21 @@ fn commands_and_files(scene: &Scene) {
     succeeds(run(&["ctl", &socket, "resume"]));
     let output = child.wait_with_output().unwrap();
     assert_eq!(String::from_utf8_lossy(&output.stdout), "done\n", "{output:?}");
+
+    // The kernel of a restored machine gets random bytes of its own: it has no driver for the VM
+    // generation id.
+    let reseeded = |times: &str| {
+        let script = "dmesg | grep -c 'random numbers reseeded from the host'";
+        eventually("random numbers", 20, || {
+            let output = run(&["exec", &socket, "--", "/bin/busybox", "sh", "-c", script]);
+            if output.stdout == times.as_bytes() { Ok(()) } else { Err(format!("{output:?}")) }
+        });
+    };
+    reseeded("1\n");
+    let file = scene.path("vm.snapshot");
+    guest.save_and_end(&file);
+    let guest = Restore::new(scene, &file).args(["--vsock", &vsock]).start();
+    assert_eq!(guest.socket().display().to_string(), socket);
+    reseeded("2\n");
     guest.end();
 }

@@ -27,7 +27,8 @@ use crate::config::Switch;
 
 pub use cgroup::CgroupConfig;
 pub use companion::{
-    COMPANION_COMMAND, Companion, CompanionError, KeptName, VsockLink, serve as serve_companion,
+    COMPANION_COMMAND, Companion, CompanionError, KeptName, RANDOM_PORT, VsockLink,
+    serve as serve_companion,
 };
 pub(crate) use companion::{NO_DIRECTORY, NewFile};
 #[cfg(any(test, feature = "testing"))]

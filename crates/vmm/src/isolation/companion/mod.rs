@@ -41,7 +41,7 @@ pub(crate) use serve::NO_DIRECTORY;
 pub use serve::serve;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use vsock::TestCompanion;
-pub use vsock::VsockLink;
+pub use vsock::{RANDOM_PORT, VsockLink};
 
 /// Command of the program that [`serve`]s; it is not for users.
 pub const COMPANION_COMMAND: &str = "companion";

@@ -141,7 +141,7 @@ impl Server {
             Request::Vsock { name } => {
                 let [directory, socket] = <[OwnedFd; 2]>::try_from(descriptors)
                     .map_err(|_| "a directory and a socket are needed".to_owned())?;
-                self.vsock = Some(VsockServer { directory, name, socket });
+                self.vsock = Some(VsockServer { directory, name, socket, random: None });
             }
             Request::Begin { seccomp } => {
                 self.has_begun = true;

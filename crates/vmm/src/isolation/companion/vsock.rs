@@ -10,7 +10,9 @@ use std::thread::JoinHandle;
 
 use ebb_local_io::stream_socket;
 use rustix::fs::{Mode, OFlags};
-use rustix::net::{Shutdown, SocketAddrUnix};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::ended;
 use super::message::{self, Connect, Reply};
@@ -78,6 +80,13 @@ impl AsFd for VsockLink {
     }
 }
 
+/// A guest that connects to this port of the host receives [`RANDOM_BYTES`] and then nothing, until
+/// a restore resets the connection: its agent then knows that there may be another machine with the
+/// same random numbers. A server of the host on this port comes first.
+pub const RANDOM_PORT: u32 = 3771;
+/// Random bytes for a guest, whose pool makes no use of more.
+const RANDOM_BYTES: usize = 32;
+
 /// The companion's side.
 #[derive(Debug)]
 pub(super) struct VsockServer {
@@ -87,11 +96,13 @@ pub(super) struct VsockServer {
     pub name: OsString,
     /// The connection to the monitor.
     pub socket: OwnedFd,
+    /// The other end of the last connection to [`RANDOM_PORT`]: there is one at a time.
+    pub random: Option<OwnedFd>,
 }
 
 impl VsockServer {
     /// Serves the requests on a thread, which ends with the monitor.
-    pub(super) fn spawn(self, filter: ThreadFilter) -> io::Result<VsockThread> {
+    pub(super) fn spawn(mut self, filter: ThreadFilter) -> io::Result<VsockThread> {
         let socket = self.socket.try_clone()?;
         let thread = std::thread::Builder::new().name("vsock".to_owned()).spawn(move || {
             if let Err(error) = filter.apply() {
@@ -114,14 +125,26 @@ impl VsockServer {
 
     /// Connects to the socket of a port. A full queue of its listener is a refusal: a guest must
     /// not wait for another one's server.
-    fn connect(&self, port: u32) -> io::Result<OwnedFd> {
+    fn connect(&mut self, port: u32) -> io::Result<OwnedFd> {
         let mut path = PathBuf::from(format!("/proc/self/fd/{}", self.directory.as_raw_fd()));
         let mut name = self.name.clone();
         name.push(format!("_{port}"));
         path.push(name);
         let stream = stream_socket()?;
-        rustix::net::connect(&stream, &SocketAddrUnix::new(&path)?)?;
-        Ok(stream)
+        match rustix::net::connect(&stream, &SocketAddrUnix::new(&path)?) {
+            Err(Errno::NOENT) if port == RANDOM_PORT => self.random_bytes(),
+            connected => Ok(connected.map(|()| stream)?),
+        }
+    }
+
+    fn random_bytes(&mut self) -> io::Result<OwnedFd> {
+        let mut bytes = [0; RANDOM_BYTES];
+        getrandom(&mut bytes, GetRandomFlags::empty())?;
+        let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
+        let (ours, theirs) = rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None)?;
+        rustix::io::write(&ours, &bytes)?;
+        self.random = Some(ours);
+        Ok(theirs)
     }
 }
 
@@ -164,5 +187,47 @@ impl TestCompanion {
     pub(crate) fn answer(&self, socket: Option<BorrowedFd<'_>>) {
         let error = socket.is_none().then(|| "refused".to_owned());
         let _ = message::send(&self.0, &Reply { error }, socket.as_slice());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+    use std::os::unix::net::{UnixListener, UnixStream};
+
+    use super::*;
+
+    #[test]
+    fn a_guest_gets_random_bytes_unless_a_server_listens() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("vsock");
+        let (place, name) = place(&path).unwrap();
+        let (socket, _) = crate::isolation::companion::pair().unwrap();
+        let mut server = VsockServer { directory: place, name, socket, random: None };
+        let mut connect = || server.connect(RANDOM_PORT).map(UnixStream::from);
+        let read = |stream: &mut UnixStream| {
+            let mut bytes = [0; RANDOM_BYTES];
+            stream.read_exact(&mut bytes).unwrap();
+            stream.set_nonblocking(true).unwrap();
+            bytes
+        };
+        let waits = |stream: &mut UnixStream| {
+            let end = stream.read(&mut [0]);
+            end.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
+        };
+        let mut first = connect().unwrap();
+        let bytes = read(&mut first);
+        assert!(waits(&mut first), "it stays open");
+        let mut second = connect().unwrap();
+        assert_ne!(read(&mut second), bytes);
+        assert!(waits(&mut second) && !waits(&mut first), "there is one at a time");
+
+        let server_path = directory.path().join("vsock_3771");
+        let _listener = UnixListener::bind(&server_path).unwrap();
+        let mut third = connect().unwrap();
+        third.set_nonblocking(true).unwrap();
+        assert!(waits(&mut third), "nothing is sent in its place");
+        let other = server.connect(RANDOM_PORT + 1).map(drop).unwrap_err();
+        assert_eq!(other.kind(), io::ErrorKind::NotFound);
     }
 }
