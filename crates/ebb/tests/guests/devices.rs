@@ -165,7 +165,7 @@ fn console(scene: &Scene, guest: Guest) {
     };
     let (mut first, mut lines) = connect();
     // Recent output, then an answer to what is typed.
-    lines.find(|line| line.contains("rng_current")).expect("earlier output");
+    lines.find(|line| line.contains("virtio_rng")).expect("earlier output");
     first.stdin.as_mut().unwrap().write_all(b"typed\n").unwrap();
     lines.find(|line| line.contains("not a command") && line.contains("typed")).unwrap();
 

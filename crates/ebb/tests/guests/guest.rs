@@ -237,6 +237,15 @@ impl Guest {
         self.run(Command::WriteFile { path: path.to_owned(), text: text.to_owned() });
     }
 
+    /// Interrupts of the machine's ACPI event device, which announce the power button and a new VM
+    /// generation id.
+    #[track_caller]
+    pub fn acpi_events(&self) -> u64 {
+        let text = self.read_file("/proc/interrupts");
+        let line = text.lines().find(|line| line.contains("ACPI:Ged")).expect("an event device");
+        line.split_ascii_whitespace().skip(1).map_while(|word| word.parse::<u64>().ok()).sum()
+    }
+
     /// A field of the guest's `/proc/meminfo`, in bytes.
     #[track_caller]
     pub fn meminfo(&self, name: &str) -> u64 {

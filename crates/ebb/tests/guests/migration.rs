@@ -61,6 +61,7 @@ fn everything_goes_on(scene: &Scene) {
     let program = guest.send(Command::Exec { argv });
     guest.wait_started(program);
     let memory_bytes = guest.vm().memory_bytes;
+    let events = guest.acpi_events();
 
     let image = format!("path={}", disk.display());
     let second = Receive::new(scene, "second", Route::Unix).args(["--disk", &image]);
@@ -71,6 +72,7 @@ fn everything_goes_on(scene: &Scene) {
     assert!((64 * MIB..256 * MIB).contains(&sent), "{report}");
     assert_eq!(guest.outcome(program).unwrap()["stdout"], "still here\n");
     assert_eq!(guest.read_file("/tmp/note"), "written before");
+    assert_eq!(guest.acpi_events(), events, "a machine that moves remains the same one");
     assert_eq!(guest.read_file("/sys/devices/system/cpu/online"), "0-1\n");
     check_memory(&guest);
     let moved = guest.vm();

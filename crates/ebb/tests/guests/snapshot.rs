@@ -55,6 +55,7 @@ fn everything_goes_on(scene: &Scene) {
     guest.inflate_to(128 * MIB);
     eventually("statistics", 30, || guest.statistics().map_err(|error| error.to_string()));
     let vm = guest.vm();
+    let events = guest.acpi_events();
     // A program that continues after the restore.
     let line = "sleep 4; echo still here";
     let argv = ["/bin/busybox", "sh", "-c", line].map(str::to_owned).to_vec();
@@ -72,6 +73,7 @@ fn everything_goes_on(scene: &Scene) {
     let mut guest = Restore::new(scene, &file).args(["--verify", "--disk", &image]).start();
     assert_eq!(guest.outcome(program).unwrap()["stdout"], "still here\n");
     assert_eq!(guest.read_file("/tmp/note"), "written before");
+    assert_eq!(guest.acpi_events(), events + 1, "a new generation is announced once");
     assert_eq!(guest.read_file("/sys/devices/system/cpu/online"), "0-1\n");
     assert_eq!(guest.wrong_pages(), 0);
     let restored = guest.vm();

@@ -123,8 +123,8 @@ impl VsockServer {
         Ok(VsockThread { socket, thread })
     }
 
-    /// Connects to the socket of a port. A full queue of its listener is a refusal: a guest must
-    /// not wait for another one's server.
+    /// Connects to the socket of a port; the result does not block. A full queue of its listener is
+    /// a refusal: a guest must not wait for another one's server.
     fn connect(&mut self, port: u32) -> io::Result<OwnedFd> {
         let mut path = PathBuf::from(format!("/proc/self/fd/{}", self.directory.as_raw_fd()));
         let mut name = self.name.clone();
@@ -141,7 +141,8 @@ impl VsockServer {
         let mut bytes = [0; RANDOM_BYTES];
         getrandom(&mut bytes, GetRandomFlags::empty())?;
         let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
-        let (ours, theirs) = rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None)?;
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (ours, theirs) = rustix::net::socketpair(family, kind, flags, None)?;
         rustix::io::write(&ours, &bytes)?;
         self.random = Some(ours);
         Ok(theirs)
@@ -208,7 +209,6 @@ mod tests {
         let read = |stream: &mut UnixStream| {
             let mut bytes = [0; RANDOM_BYTES];
             stream.read_exact(&mut bytes).unwrap();
-            stream.set_nonblocking(true).unwrap();
             bytes
         };
         let waits = |stream: &mut UnixStream| {
@@ -225,7 +225,6 @@ mod tests {
         let server_path = directory.path().join("vsock_3771");
         let _listener = UnixListener::bind(&server_path).unwrap();
         let mut third = connect().unwrap();
-        third.set_nonblocking(true).unwrap();
         assert!(waits(&mut third), "nothing is sent in its place");
         let other = server.connect(RANDOM_PORT + 1).map(drop).unwrap_err();
         assert_eq!(other.kind(), io::ErrorKind::NotFound);
