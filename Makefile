@@ -16,8 +16,8 @@ MODULE_SOURCES = $(wildcard $(addprefix guest/linux/ebb_balloon/,*.c *.h Kbuild)
 MODULE_DIRECTORY = target/ebb_balloon/$(MODULE_KERNEL)
 MODULE = $(MODULE_DIRECTORY)/ebb_balloon.ko
 
-.PHONY: help deps build module module-of-kernel planted-bug demo test test-long bench lint style fmt
-.PHONY: doc fuzz clean
+.PHONY: help deps build deb module module-of-kernel planted-bug demo test test-long bench lint style
+.PHONY: fmt doc fuzz clean
 
 help:
 	@echo 'make demo    install the dependencies, build, and run the main experiment on real Linux'
@@ -26,6 +26,7 @@ help:
 	@echo 'make test-long  the tests on real guests with full counts (hours); writes $(LONG_RESULTS)'
 	@echo 'make build   the release programs in $(PROGRAMS):'
 	@echo '             ebb, ebb-lab, ebb-agent, ebb-guest-agent; and the module'
+	@echo 'make deb     the Debian packages ebb and ebb-guest-agent, in target/deb'
 	@echo 'make module  the balloon driver for guests: target/ebb_balloon/RELEASE/ebb_balloon.ko'
 	@echo '             (MODULE_KERNEL=RELEASE)'
 	@echo 'make planted-bug  the monitor with a bug for the tests that exploit it'
@@ -42,6 +43,11 @@ deps:
 
 build: module
 	$(CARGO) build --release --locked -p ebb -p ebb-lab -p ebb-agent -p ebb-guest-agent
+
+# Only on Debian. The version is that of Cargo.toml.
+deb:
+	$(CARGO) build --release --locked -p ebb -p ebb-guest-agent -p ebb-packages
+	scripts/build-deb.sh $(PROGRAMS) target/deb
 
 # Runs a separate make, because `deps` may have installed the kernel after this file was read. The
 # lock serializes builds, because Kbuild has none.

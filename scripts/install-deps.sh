@@ -17,9 +17,12 @@ set -eu
 # iproute2               shaped links between network namespaces of the virtual host
 # gcc libc6-dev make     linking the static binaries, and the Makefile
 # passt                  the network of guests without any rights (--net user)
+# debhelper              building the Debian packages
+# mmdebstrap uidmap      the clean Debian tree in which they are tested
 # ca-certificates        cargo fetches crates over TLS
 packages="linux-image-cloud-amd64 linux-headers-cloud-amd64 busybox-static numactl iproute2"
 packages="$packages gcc libc6-dev make passt ca-certificates"
+packages="$packages debhelper mmdebstrap uidmap"
 
 # QEMU runs the virtual host, on machines whose KVM cannot run Linux, and serves as a peer for
 # comparison. It has to be 8.1 or newer: older emulators may keep executing a translation of code

@@ -22,7 +22,8 @@ any failure it ends, and the machine continues to run at the source.
 
 The paths of kernel, initrd and disks in the source's description are not trusted: name the files
 with --kernel, --initrd and --disk, or give --trust-paths if the source may open any file of this
-host. With --on-reboot exit, no kernel is needed.
+host. With --on-reboot exit, no kernel is needed. The backends of network devices are named with
+--net, one for each.
 
 Over TCP, also within this machine, both sides need certificates, and --peer-name gives the name
 that the other side's must have. With --insecure, none are needed. Over a unix socket, the other

@@ -18,7 +18,8 @@ refused). The file must not be changed while machines run from it; it may be ren
 
 The paths of kernel, initrd and disks in a snapshot are not trusted: name the files with --kernel,
 --initrd and --disk, or give --trust-paths for a snapshot that you created yourself. With
---on-reboot exit, no kernel is needed.
+--on-reboot exit, no kernel is needed. The backends of network devices are named with --net in the
+same way, one for each; with mac=, a clone gets an address of its own.
 
 Exit codes are those of `ebb run`.
 

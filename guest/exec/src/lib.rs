@@ -9,6 +9,7 @@
 pub mod account;
 pub mod archive;
 pub mod channel;
+pub mod command_line;
 pub mod exec;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;

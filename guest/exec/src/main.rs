@@ -2,20 +2,9 @@
 
 use std::process::ExitCode;
 
-use clap::Parser;
-use ebb_guest_agent::{server, wire};
-
-/// Runs commands and moves files in this guest for `ebb exec` and `ebb cp` on its host
-///
-/// The host connects through virtio-vsock. The user who runs the machine's monitor controls the
-/// machine already; other users of the host need access to its vsock path.
-#[derive(Debug, Parser)]
-#[command(name = "ebb-guest-agent", version)]
-struct Args {
-    /// Port to listen on
-    #[arg(long, default_value_t = wire::PORT)]
-    port: u32,
-}
+use clap::Parser as _;
+use ebb_guest_agent::command_line::Args;
+use ebb_guest_agent::server;
 
 fn main() -> ExitCode {
     let args = Args::parse();

@@ -1,0 +1,153 @@
+#!/bin/sh
+# Installs, uses, upgrades and removes the packages in a clean Debian tree, which is unpacked into
+# memory in namespaces of this script's own: nothing on this machine changes, and the tree has no
+# network. Ends with an error at the first check that fails.
+#
+#   clean_tree.sh TREE OLD NEW
+#
+# TREE is an archive of a Debian tree with man-db and systemd, OLD and NEW are directories with two
+# versions of both packages.
+set -eu
+
+if [ "${CLEAN_TREE:-}" != inside ]; then
+    # Without root's rights, in a user namespace with the subordinate ids of this user.
+    map=
+    [ "$(id -u)" = 0 ] || map='--map-root-user --map-auto'
+    # shellcheck disable=SC2086 # two options
+    CLEAN_TREE=inside exec unshare $map --mount --net --pid --fork --kill-child "$0" "$@"
+fi
+
+tree=$(mktemp -d)
+log=$tree/tmp/log
+check() { printf 'packages: %s\n' "$*"; }
+fail() {
+    printf 'packages: failed: %s\n' "$*" >&2
+    [ ! -e "$log" ] || cat "$log" >&2
+    exit 1
+}
+inside() {
+    env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive \
+        MANWIDTH=80 chroot "$tree" "$@"
+}
+# Runs a command in the tree, and prints its output only if it fails.
+quietly() { inside "$@" >"$log" 2>&1 || fail "$*"; }
+equal() { [ "$2" = "$3" ] || fail "$1: $2 instead of $3"; }
+
+mount -t tmpfs -o size=2g,mode=755 tree "$tree"
+# Devices cannot be created in a user namespace.
+tar -C "$tree" --exclude='./dev/*' -xf "$1"
+for device in null zero random urandom tty; do
+    touch "$tree/dev/$device"
+    mount --bind "/dev/$device" "$tree/dev/$device"
+done
+mount -t proc proc "$tree/proc"
+cp -r "$2" "$tree/tmp/old"
+cp -r "$3" "$tree/tmp/new"
+
+# systemd does not run here. Maintainer scripts act as if it did, and their calls are recorded.
+mkdir -p "$tree/run/systemd/system"
+mv "$tree/bin/systemctl" "$tree/bin/systemctl.real"
+cat >"$tree/bin/systemctl" <<'END'
+#!/bin/sh
+echo "$*" >>/tmp/systemctl
+case " $* " in *' daemon-reload '* | *' start '* | *' stop '* | *' restart '*) exit 0 ;; esac
+exec /bin/systemctl.real "$@"
+END
+chmod 755 "$tree/bin/systemctl"
+# Whether a command was given to systemd since the last time.
+asked() {
+    grep -q "$1" "$tree/tmp/systemctl" || fail "not asked of systemd: $1: $(cat "$tree/tmp/systemctl")"
+    : >"$tree/tmp/systemctl"
+}
+enabled() { inside systemctl.real --root=/ is-enabled ebb-guest-agent 2>&1 || true; }
+
+# All files and directories but logs, caches, and dpkg's own records.
+files() {
+    (cd "$tree" && find . \( -path ./proc -o -path ./dev -o -path ./tmp -o -path ./run \
+        -o -path ./var/log -o -path ./var/cache -o -path './var/lib/dpkg' \
+        -o -path ./var/lib/apt \) -prune -o -print | LC_ALL=C sort)
+}
+
+files >"$tree/tmp/before"
+: >"$tree/tmp/systemctl"
+old=$(cd "$tree/tmp/old" && echo *.deb)
+new=$(cd "$tree/tmp/new" && echo *.deb)
+
+check "install $old"
+# shellcheck disable=SC2046 # the names have no blanks
+quietly apt-get install -y $(printf ' /tmp/old/%s' $old)
+equal 'status' "$(inside dpkg-query -W -f '${db:Status-Status} ' ebb ebb-guest-agent)" \
+    'installed installed '
+equal 'changed files' "$(inside dpkg --verify ebb ebb-guest-agent)" ''
+
+check 'programs'
+version=$(inside dpkg-query -W -f '${Version}' ebb)
+equal '--version' "$(inside ebb --version)" "ebb ${version%-1}"
+equal "the agent's --version" "$(inside ebb-guest-agent --version)" "ebb-guest-agent ${version%-1}"
+[ ! -e "$tree/usr/bin/firecracker" ] || fail 'the name firecracker is taken'
+equal "modes" "$(stat -c %a "$tree/usr/bin/ebb" "$tree/usr/bin/ebb-guest-agent" | tr '\n' ' ')" \
+    '755 755 '
+
+check 'man pages'
+commands=$(inside ebb --help | sed -n '/^Commands:/,/^$/s/^  \([a-z][a-z-]*\) .*/\1/p')
+[ "$(echo "$commands" | wc -l)" -gt 10 ] || fail "few commands: $commands"
+for page in ebb ebb-guest-agent ebb-ctl-balloon-set $(echo "$commands" | sed '/^help$/d; s/^/ebb-/')
+do
+    quietly man -w "$page"
+    inside man --warnings "$page" >"$log" 2>"$tree/tmp/warnings" || fail "man $page"
+    equal "warnings of man $page" "$(cat "$tree/tmp/warnings")" ''
+    grep -q '^SYNOPSIS' "$log" || fail "man $page has no synopsis"
+done
+
+check 'completions'
+completed() {
+    inside bash -c '. /usr/share/bash-completion/completions/ebb && complete -p ebb >&2 &&
+        COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) && _ebb ebb "${!#}" && echo "${COMPREPLY[@]}"' \
+        bash "$@" 2>"$log" || fail "completion of $*"
+}
+equal 'completion of a command' "$(completed ebb ru)" run
+equal 'completion of an option' "$(completed ebb run --kern)" --kernel
+case $(completed ebb '') in *companion*) fail 'a hidden command is completed' ;; esac
+for file in zsh/vendor-completions/_ebb fish/vendor_completions.d/ebb.fish; do
+    grep -q extract-vmlinux "$tree/usr/share/$file" || fail "$file"
+done
+
+check 'documents'
+for package in ebb ebb-guest-agent; do
+    doc=$tree/usr/share/doc/$package
+    grep -q '^License: Apache-2.0' "$doc/copyright" || fail "copyright of $package"
+    zcat "$doc/licences.gz" | grep -q '^rustix [0-9.]*: ' || fail "licences of $package"
+    zcat "$doc/changelog.gz" | grep -q '^# Changelog' || fail "changelog of $package"
+    zcat "$doc/changelog.Debian.gz" | grep -q "($version)" || fail "Debian changelog of $package"
+done
+[ -s "$tree/usr/share/doc/ebb/docs/running.md" ] || fail 'docs'
+
+check "the agent's unit"
+asked 'start.* ebb-guest-agent.service'
+equal 'the unit after installation' "$(enabled)" enabled
+quietly systemd-analyze verify --man=no /lib/systemd/system/ebb-guest-agent.service
+equal 'complaints of systemd' "$(grep ebb-guest-agent "$log" || true)" ''
+equal 'units of ebb' "$(inside dpkg -L ebb | grep -c systemd || true)" 0
+inside systemctl.real --root=/ disable ebb-guest-agent >"$log" 2>&1 || fail 'disable'
+
+check "upgrade to $new"
+# shellcheck disable=SC2046 # the names have no blanks
+quietly apt-get install -y $(printf ' /tmp/new/%s' $new)
+[ "$(inside dpkg-query -W -f '${Version}' ebb)" != "$version" ] || fail 'not upgraded'
+asked 'restart.* ebb-guest-agent.service'
+equal 'a disabled unit after the upgrade' "$(enabled)" disabled
+inside systemctl.real --root=/ enable ebb-guest-agent >"$log" 2>&1 || fail 'enable'
+
+check 'remove'
+quietly apt-get remove -y ebb ebb-guest-agent
+asked 'stop.* ebb-guest-agent.service'
+equal 'programs left' "$(ls "$tree/usr/bin" | grep -c ebb || true)" 0
+equal 'status of ebb' "$(inside dpkg-query -W -f '${db:Status-Status}' ebb 2>/dev/null || true)" ''
+check 'install again, purge'
+quietly apt-get install -y $(printf ' /tmp/new/%s' $new)
+equal 'the unit after a second installation' "$(enabled)" enabled
+quietly apt-get purge -y ebb ebb-guest-agent
+case $(enabled) in enabled | disabled | masked) fail 'the unit is left' ;; esac
+files >"$tree/tmp/after"
+diff "$tree/tmp/before" "$tree/tmp/after" >"$log" || fail 'files are left'
+check 'nothing is left'
