@@ -95,42 +95,38 @@ impl Waiting {
     }
 }
 
-/// Fills the pieces with the file's content at `offset`.
+/// The place in a file that a transfer is from or to.
+#[derive(Clone, Copy)]
+pub(super) struct Place<'a> {
+    pub file: &'a File,
+    pub offset: u64,
+    pub waiting: Waiting,
+}
+
+/// Fills the pieces with the file's content.
 ///
 /// # Errors
 /// Those of preadv2(2), [`io::ErrorKind::UnexpectedEof`] at the file's end, and pieces outside of
 /// guest memory.
-pub(super) fn read(
-    memory: &GuestMemory,
-    pieces: &[Piece],
-    file: &File,
-    offset: u64,
-    waiting: Waiting,
-) -> io::Result<()> {
-    let flags = waiting.flags();
-    transfer(memory, pieces, offset, |parts, count, offset| {
+pub(super) fn read(memory: &GuestMemory, pieces: &[Piece], place: Place<'_>) -> io::Result<()> {
+    let (file, flags) = (place.file.as_raw_fd(), place.waiting.flags());
+    transfer(memory, pieces, place.offset, |parts, count, offset| {
         // SAFETY: `parts` holds `count` entries, each a part of mapped guest memory: `memory` is
         // borrowed meanwhile, and no reference to its content exists in this process.
-        let bytes = unsafe { libc::preadv2(file.as_raw_fd(), parts, count, offset, flags) };
+        let bytes = unsafe { libc::preadv2(file, parts, count, offset, flags) };
         (bytes, Log::Written)
     })
 }
 
-/// Writes the pieces to the file at `offset`.
+/// Writes the pieces to the file.
 ///
 /// # Errors
 /// Those of pwritev2(2), and pieces outside of guest memory.
-pub(super) fn write(
-    memory: &GuestMemory,
-    pieces: &[Piece],
-    file: &File,
-    offset: u64,
-    waiting: Waiting,
-) -> io::Result<()> {
-    let flags = waiting.flags();
-    transfer(memory, pieces, offset, |parts, count, offset| {
+pub(super) fn write(memory: &GuestMemory, pieces: &[Piece], place: Place<'_>) -> io::Result<()> {
+    let (file, flags) = (place.file.as_raw_fd(), place.waiting.flags());
+    transfer(memory, pieces, place.offset, |parts, count, offset| {
         // SAFETY: as in `read`; the kernel only reads this memory.
-        let bytes = unsafe { libc::pwritev2(file.as_raw_fd(), parts, count, offset, flags) };
+        let bytes = unsafe { libc::pwritev2(file, parts, count, offset, flags) };
         (bytes, Log::Unchanged)
     })
 }

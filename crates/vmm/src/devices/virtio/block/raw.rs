@@ -10,7 +10,7 @@ use ebb_guest_ram::GuestMemory;
 use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
 
-use super::guest_io::{self, Piece, Waiting};
+use super::guest_io::{self, Piece, Place, Waiting};
 use super::open::is_block_device;
 use super::{SECTOR_BYTES, guest_io::split};
 
@@ -110,9 +110,13 @@ impl Raw {
         Ok(rustix::fs::seek(&self.file, rustix::fs::SeekFrom::End(0))?)
     }
 
+    fn place(&self, offset: u64, waiting: Waiting) -> Place<'_> {
+        Place { file: &self.file, offset, waiting }
+    }
+
     pub fn read(&self, memory: &GuestMemory, pieces: &[Piece], offset: u64) -> io::Result<()> {
         if self.direct_block_bytes.is_none() {
-            return guest_io::read(memory, pieces, &self.file, offset, Waiting::Allowed);
+            return guest_io::read(memory, pieces, self.place(offset, Waiting::Allowed));
         }
         self.check_alignment(pieces, offset)?;
         buffered(pieces, |pieces, done, buffer| {
@@ -130,7 +134,7 @@ impl Raw {
         offset: u64,
     ) -> Option<io::Result<()>> {
         self.at_once(&self.reads_wait, |waiting| {
-            guest_io::read(memory, pieces, &self.file, offset, waiting)
+            guest_io::read(memory, pieces, self.place(offset, waiting))
         })
     }
 
@@ -143,7 +147,7 @@ impl Raw {
         offset: u64,
     ) -> Option<io::Result<()>> {
         self.at_once(&self.writes_wait, |waiting| {
-            guest_io::write(memory, pieces, &self.file, offset, waiting)
+            guest_io::write(memory, pieces, self.place(offset, waiting))
         })
     }
 
@@ -170,7 +174,7 @@ impl Raw {
 
     pub fn write(&self, memory: &GuestMemory, pieces: &[Piece], offset: u64) -> io::Result<()> {
         if self.direct_block_bytes.is_none() {
-            return guest_io::write(memory, pieces, &self.file, offset, Waiting::Allowed);
+            return guest_io::write(memory, pieces, self.place(offset, Waiting::Allowed));
         }
         self.check_alignment(pieces, offset)?;
         buffered(pieces, |pieces, done, buffer| {

@@ -150,11 +150,9 @@ impl Vsock {
                     }
                 }
             }
-            if queue.add_used(&self.memory, head, 0).is_err() {
-                crate::devices::guest_log!("virtio-vsock: the used ring cannot be written");
+            if !give_back(queue, &self.memory, head, 0, &mut work) {
                 return work;
             }
-            work.interrupt = true;
             if bytes >= BYTES_A_CALL {
                 break;
             }
@@ -201,11 +199,9 @@ impl Vsock {
                     }
                 }
             }
-            if queue.add_used(&self.memory, head, used).is_err() {
-                crate::devices::guest_log!("virtio-vsock: the used ring cannot be written");
+            if !give_back(queue, &self.memory, head, used, &mut work) {
                 return work;
             }
-            work.interrupt = true;
             if bytes >= BYTES_A_CALL {
                 break;
             }
@@ -243,6 +239,23 @@ impl Vsock {
         work.more |= given.more;
         work
     }
+}
+
+/// Returns a buffer of which `used` bytes were written; false if the guest's ring is unusable.
+fn give_back(
+    queue: &mut Queue,
+    memory: &GuestMemory,
+    head: u16,
+    used: u32,
+    work: &mut Work,
+) -> bool {
+    let given = queue.add_used(memory, head, used).is_ok();
+    if given {
+        work.interrupt = true;
+    } else {
+        crate::devices::guest_log!("virtio-vsock: the used ring cannot be written");
+    }
+    given
 }
 
 impl VirtioDevice for Vsock {
