@@ -450,6 +450,8 @@ impl VirtioDevice for Block {
 #[cfg(test)]
 mod driver;
 #[cfg(test)]
+mod full;
+#[cfg(test)]
 mod model;
 #[cfg(test)]
 mod tests;

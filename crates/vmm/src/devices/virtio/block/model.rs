@@ -13,7 +13,7 @@ use super::qcow2::Qcow2;
 use super::*;
 use crate::exit::ExitSignal;
 
-const SECTORS: u64 = 600;
+pub(super) const SECTORS: u64 = 600;
 const FLUSH: u64 = 1 << blk::VIRTIO_BLK_F_FLUSH;
 
 #[derive(Debug, Clone)]
@@ -145,7 +145,7 @@ fn read_all(disk: &mut Block, driver: &mut Driver, bytes: usize) -> Vec<u8> {
     all
 }
 
-fn start(disk: &mut Block, threads: bool) {
+pub(super) fn start(disk: &mut Block, threads: bool) {
     if threads {
         let filters = Filters::new(Switch::Off).unwrap();
         disk.start_threads("test", &filters, &Arc::new(ExitSignal::new().unwrap())).unwrap();
@@ -163,7 +163,7 @@ fn check(config: &DiskConfig, threads: bool, steps: &[Step]) {
     assert!(read_all(&mut disk, &mut driver, model.len()) == model);
 }
 
-fn image(directory: &tempfile::TempDir) -> (PathBuf, File) {
+pub(super) fn image(directory: &tempfile::TempDir) -> (PathBuf, File) {
     let path = directory.path().join("image");
     let file =
         File::options().read(true).write(true).create(true).truncate(false).open(&path).unwrap();
