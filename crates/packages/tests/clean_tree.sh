@@ -56,7 +56,8 @@ END
 chmod 755 "$tree/bin/systemctl"
 # Whether a command was given to systemd since the last time.
 asked() {
-    grep -q "$1" "$tree/tmp/systemctl" || fail "not asked of systemd: $1: $(cat "$tree/tmp/systemctl")"
+    grep -q "$1" "$tree/tmp/systemctl" ||
+        fail "not asked of systemd: $1: $(cat "$tree/tmp/systemctl")"
     : >"$tree/tmp/systemctl"
 }
 enabled() { inside systemctl.real --root=/ is-enabled ebb-guest-agent 2>&1 || true; }

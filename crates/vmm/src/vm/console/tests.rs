@@ -33,7 +33,7 @@ fn a_client_that_does_not_read_is_not_waited_for() {
         output.write_all(&[b'x'; 4096]).unwrap();
         client.send(&recent).unwrap();
     }
-    output.write_all(&[b'y'; 64 << 10]).unwrap();
+    output.write_all(&vec![b'y'; 64 << 10]).unwrap();
     client.send(&recent).unwrap();
     assert!(client.is_full);
     other.set_nonblocking(true).unwrap();
