@@ -1,6 +1,7 @@
 //! `ebb exec` and `ebb cp` with the agent in a real guest.
 
 use std::fs;
+use std::io::{BufRead as _, BufReader};
 use std::process::{Command as Program, Output, Stdio};
 
 use ebb_agent::protocol::Command;
@@ -86,10 +87,24 @@ fn commands_and_files(scene: &Scene) {
         });
     };
     reseeded("1\n");
+    let script = "echo $$; exec sleep 100000";
+    let mut child =
+        ebb(&["exec", &socket, "--", "/bin/busybox", "sh", "-c", script]).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let process = format!("/proc/{}", line.trim());
+    let exists = ["exec", &socket, "--", "/bin/busybox", "test", "-e", &process];
+    succeeds(run(&exists));
     let file = scene.path("vm.snapshot");
     guest.save_and_end(&file);
+    assert_eq!(child.wait().unwrap().code(), Some(125));
     let guest = Restore::new(scene, &file).args(["--vsock", &vsock]).start();
     assert_eq!(guest.socket().display().to_string(), socket);
     reseeded("2\n");
+    // The command that ran when the machine was saved has lost its connection.
+    eventually("the command is hung up", 60, || {
+        let output = run(&exists);
+        if output.status.code() == Some(1) { Ok(()) } else { Err(format!("{output:?}")) }
+    });
     guest.end();
 }
