@@ -1,3 +1,4 @@
+use super::ioctls::kvm;
 use super::*;
 
 /// Runs `action` in a child process behind the filter of `kind`, and returns how the child ended.
