@@ -3,18 +3,21 @@
 use crate::LabError;
 use crate::harness::experiment::Experiment;
 
+pub mod boot;
 pub mod clock;
 pub mod density;
+pub mod disk;
 pub mod faults;
 pub mod free_pages;
 pub mod inflate;
 pub mod memhog;
 pub mod merge_speed;
 pub mod migrate;
+pub mod network;
 pub mod numa_merge;
 
 /// All experiments, in the order of the list.
-pub static ALL: [&Experiment; 9] = [
+pub static ALL: [&Experiment; 12] = [
     &density::DENSITY,
     &memhog::MEMHOG,
     &inflate::INFLATE,
@@ -24,6 +27,9 @@ pub static ALL: [&Experiment; 9] = [
     &clock::CLOCK,
     &merge_speed::MERGE_SPEED,
     &numa_merge::NUMA_MERGE,
+    &network::NETWORK,
+    &disk::DISK,
+    &boot::BOOT,
 ];
 
 /// The experiment of this name.
@@ -57,7 +63,7 @@ mod tests {
         assert_eq!(
             message,
             "unknown experiment 'densitiy'; available: density, memhog, inflate, free-pages, \
-             migrate, faults, clock, merge-speed, numa-merge"
+             migrate, faults, clock, merge-speed, numa-merge, network, disk, boot"
         );
     }
 

@@ -136,6 +136,13 @@ pub struct HostConfig {
     pub files: Vec<HostFile>,
     /// Executables for the root file system, with their libraries, at their own paths.
     pub programs: Vec<PathBuf>,
+    /// Modules that the host loads in addition to the standard ones: each a name, optionally
+    /// followed by a space and its parameters.
+    pub modules: Vec<String>,
+    /// The same for test guests.
+    pub guest_modules: Vec<String>,
+    /// Executables for the initramfs of test guests, with their libraries, at their own paths.
+    pub guest_programs: Vec<PathBuf>,
     /// Maximum lifetime of the host.
     pub time_limit: Duration,
     /// Time limit for the start.
@@ -182,6 +189,9 @@ impl Default for HostConfig {
             transparent_huge_pages: TransparentHugePages::default(),
             files: Vec::new(),
             programs: Vec::new(),
+            modules: Vec::new(),
+            guest_modules: Vec::new(),
+            guest_programs: Vec::new(),
             time_limit: Duration::from_secs(600),
             boot_limit: Duration::from_secs(90),
             kernel: None,

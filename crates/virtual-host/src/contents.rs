@@ -1,5 +1,6 @@
 //! Contents of a virtual host's root file system, and the other files that it boots from.
 
+use std::collections::BTreeSet;
 use std::env;
 use std::fs::{self, File};
 use std::io::{Seek, Write};
@@ -116,7 +117,7 @@ fn build_initramfs(
     archive.file("etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\n")?;
     archive.file("etc/group", 0o644, b"root:x:0:\n")?;
 
-    let modules = add_modules(&mut archive, &kernels.host)?;
+    let modules = add_modules(&mut archive, &kernels.host, &config.modules)?;
     let settings = Settings {
         modules,
         swap: (config.swap_mib > 0).then(|| "/dev/vda".to_owned()),
@@ -137,18 +138,30 @@ fn build_initramfs(
 fn add_modules<W: Write>(
     archive: &mut Archive<W>,
     kernel: &Kernel,
+    further: &[String],
 ) -> Result<Vec<String>, HostError> {
     let index = ModuleIndex::read(&kernel.modules)?;
     let mut files = index.load_order(&MODULES)?;
     // Only experiments and tests with a network need them, so a custom kernel may lack them.
     files.extend(index.load_order(&NETWORK_MODULES).unwrap_or_default());
-    let mut paths = Vec::new();
-    for file in files {
-        let path = format!("/lib/modules/{}/{}", kernel.release, uncompressed_path(&file));
-        archive.file(&path, 0o644, &index.content(&file)?)?;
-        paths.push(path);
+    let mut requests: Vec<(String, &str)> = files.into_iter().map(|file| (file, "")).collect();
+    for request in further {
+        let (name, parameters) = request.split_once(' ').unwrap_or((request, ""));
+        let mut files = index.load_order(&[name])?;
+        // Parameters belong to the requested module, not to its dependencies.
+        let last = files.pop();
+        requests.extend(files.into_iter().map(|file| (file, "")));
+        requests.extend(last.map(|file| (file, parameters)));
     }
-    Ok(paths)
+    let (mut lines, mut added) = (Vec::new(), BTreeSet::new());
+    for (file, parameters) in requests {
+        let path = format!("/lib/modules/{}/{}", kernel.release, uncompressed_path(&file));
+        if added.insert(file.clone()) {
+            archive.file(&path, 0o644, &index.content(&file)?)?;
+            lines.push(format!("{path} {parameters}").trim_end().to_owned());
+        }
+    }
+    Ok(lines)
 }
 
 fn add_guest_files<W: Write>(
@@ -168,6 +181,8 @@ fn add_guest_files<W: Write>(
     archive.copy("ebb/ebb-agent", Some(0o755), &agent)?;
     let mut image = GuestImage::new(agent, kernel.clone());
     image.memhog = config.memhog;
+    image.modules.clone_from(&config.guest_modules);
+    image.programs.clone_from(&config.guest_programs);
     archive.file("ebb/guest.cpio", 0o644, &guest_image::build(&image, Vec::new())?)
 }
 
@@ -182,7 +197,7 @@ fn add_programs<W: Write>(archive: &mut Archive<W>, config: &HostConfig) -> Resu
     if config.qemu == Inclusion::Included {
         files.extend(qemu_with_firmware(&qemu::find()?)?);
     }
-    let mut added = std::collections::BTreeSet::new();
+    let mut added = BTreeSet::new();
     for file in files {
         if added.insert(file.target.clone()) {
             archive.copy(&file.target, file.mode, &file.source)?;

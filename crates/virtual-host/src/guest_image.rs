@@ -38,6 +38,8 @@ pub struct GuestImage {
     pub balloon_module: Option<PathBuf>,
     /// Whether to include the real memhog.
     pub memhog: Inclusion,
+    /// Executables to include with their libraries, at their own paths.
+    pub programs: Vec<PathBuf>,
     /// Additional files.
     pub files: Vec<HostFile>,
 }
@@ -53,6 +55,7 @@ impl GuestImage {
             modules: Vec::new(),
             balloon_module,
             memhog: Inclusion::Excluded,
+            programs: Vec::new(),
             files: Vec::new(),
         }
     }
@@ -99,7 +102,12 @@ pub fn build<W: Write>(image: &GuestImage, writer: W) -> Result<W, HostError> {
     if image.memhog == Inclusion::Included {
         files.extend(program_with_libraries(Path::new(MEMHOG))?);
     }
-    for file in &files {
+    for program in &image.programs {
+        files.extend(program_with_libraries(program)?);
+    }
+    // Programs share libraries.
+    let mut added = BTreeSet::new();
+    for file in files.iter().filter(|file| added.insert(&file.target)) {
         archive.copy(&file.target, file.mode, &file.source)?;
     }
     archive.finish()

@@ -14,6 +14,7 @@ use ebb_agent::meminfo::MemInfo;
 use ebb_agent::memory::Mapping;
 use ebb_agent::page_faults::PageFaults;
 use ebb_agent::protocol::{COMMAND_LIMIT_BYTES, Command, Crash, Event, JOB_LIMIT, Request};
+use ebb_agent::tcp_echo;
 use ebb_agent::timed_reads;
 use ebb_agent::vsock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -200,6 +201,14 @@ impl Agent {
                     vsock::serve(port, service)
                         .map(|()| Value::Null)
                         .map_err(describe(format!("port {port}")))
+                });
+            }
+            Command::TcpEcho { port } => {
+                return self.job(id, move || {
+                    let port = std::net::TcpListener::bind(("0.0.0.0", port));
+                    port.and_then(|port| tcp_echo::serve(&port))
+                        .map(|()| Value::Null)
+                        .map_err(describe("echo"))
                 });
             }
             Command::VsockExchange { port, connections, bytes } => {

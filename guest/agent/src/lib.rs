@@ -18,5 +18,6 @@ pub mod memory;
 pub mod page_faults;
 pub mod protocol;
 pub mod random;
+pub mod tcp_echo;
 pub mod timed_reads;
 pub mod vsock;

@@ -80,6 +80,11 @@ pub enum Command {
         /// What is done with each.
         service: Service,
     },
+    /// Sends back what arrives on TCP connections to a port, until it is cancelled.
+    TcpEcho {
+        /// The port.
+        port: u16,
+    },
     /// Connects to a port of the host over AF_VSOCK, sends and reads to the end: see
     /// [`crate::vsock::exchange`]. Result: a [`crate::vsock::ClientReport`].
     VsockExchange {

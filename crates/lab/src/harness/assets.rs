@@ -10,7 +10,7 @@ use ebb_virtual_host::kernel::Kernel;
 use ebb_virtual_host::{HostError, Inclusion, balloon_module, programs, vmlinux};
 
 use crate::LabError;
-use crate::harness::experiment::Needs;
+use crate::harness::experiment::{Needed, Needs};
 use crate::harness::monitor::{Assets, Presence};
 
 /// Name of the peer's program.
@@ -58,7 +58,7 @@ impl FoundAssets {
     /// # Errors
     /// [`LabError::VirtualHost`] when there is no kernel or its modules, [`LabError::MissingFile`]
     /// without an agent.
-    pub fn on_this_machine(memhog: Inclusion) -> Result<Self, LabError> {
+    pub fn on_this_machine(needs: Needs) -> Result<Self, LabError> {
         let kernel = Kernel::find(None)?;
         let agent = programs::find_agent(None).ok_or_else(|| LabError::MissingFile {
             what: "the guest agent",
@@ -73,7 +73,9 @@ impl FoundAssets {
         let initrd = directory.path().join("guest.cpio");
         let file = File::create(&initrd).map_err(LabError::of_file(&initrd))?;
         let mut image = GuestImage::new(agent, kernel.clone());
-        image.memhog = memhog;
+        image.memhog = memhog_here(needs);
+        image.modules = needs.guest_modules.iter().map(|name| (*name).to_owned()).collect();
+        image.programs = Needed::paths(needs.guest_programs)?;
         let module = presence(image.balloon_module.is_some());
         guest_image::build(&image, file)?;
         let ebb = programs::find_monitor(None).ok_or_else(|| LabError::MissingFile {

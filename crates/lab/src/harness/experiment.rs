@@ -1,6 +1,7 @@
 //! Definition of an experiment: data, and functions that run its series.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use serde::Serialize;
 
@@ -45,7 +46,15 @@ impl Experiment {
         host: |_, _| HostShape { memory_mib: 0, swap_mib: 0, nodes: 1 },
         parameters: |_| Parameters::new(),
         guests: |_| 1,
-        needs: Needs { memhog: false, network: false, merging: false },
+        needs: Needs {
+            memhog: false,
+            network: false,
+            merging: false,
+            programs: &[],
+            modules: &[],
+            guest_programs: &[],
+            guest_modules: &[],
+        },
         machine_lacks: || None,
         metrics: Vec::new,
         series: Vec::new,
@@ -99,6 +108,42 @@ pub struct Needs {
     /// A kernel under the monitors with which they can merge their guests' pages: Linux 6.8. A
     /// virtual host gets the newest available one.
     pub merging: bool,
+    /// Programs in the host, with their packages.
+    pub programs: &'static [Needed],
+    /// Modules that the host has loaded, with their parameters after a space.
+    pub modules: &'static [&'static str],
+    /// Programs in the guests' image.
+    pub guest_programs: &'static [Needed],
+    /// Modules that the guests load after the standard ones.
+    pub guest_modules: &'static [&'static str],
+}
+
+/// A program that an experiment needs: its path, and the package that has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Needed {
+    /// Its path.
+    pub path: &'static str,
+    /// What installs it.
+    pub remedy: &'static str,
+}
+
+impl Needed {
+    /// The paths of programs.
+    ///
+    /// # Errors
+    /// [`LabError::MissingFile`] for the first one that this machine does not have.
+    pub fn paths(all: &[Self]) -> Result<Vec<PathBuf>, LabError> {
+        let path = |needed: &Self| {
+            let (path, remedy) = (PathBuf::from(needed.path), needed.remedy);
+            let what = "a program that the experiment runs";
+            if path.is_file() {
+                Ok(path)
+            } else {
+                Err(LabError::MissingFile { what, path, remedy })
+            }
+        };
+        all.iter().map(path).collect()
+    }
 }
 
 /// When a series runs.

@@ -102,6 +102,11 @@ impl Guest {
         Ok(at - self.started)
     }
 
+    /// Time from the start of the monitor to this moment.
+    pub fn since_start(&self, at: Instant) -> Duration {
+        at.saturating_duration_since(self.started)
+    }
+
     /// Checks that the guest has this balloon driver.
     ///
     /// # Errors

@@ -261,6 +261,19 @@ pub fn warm_up(gauge: &Gauge) -> Result<(), LabError> {
     Ok(())
 }
 
+/// How often the threads of a process have waited: voluntary context switches; `None` when it has
+/// ended.
+pub fn waits(pid: u32) -> Option<u64> {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).ok()?;
+    let of_task = |path: PathBuf| {
+        let text = fs::read_to_string(path.join("status")).ok()?;
+        let line = text.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"))?;
+        line.trim().parse::<u64>().ok()
+    };
+    // A thread may end meanwhile.
+    Some(tasks.flatten().filter_map(|task| of_task(task.path())).sum())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -12,7 +12,7 @@ use crate::LabError;
 use crate::harness::assets::{memhog_here, module_here};
 use crate::harness::console::Tail;
 use crate::harness::direct::Selection;
-use crate::harness::experiment::{Experiment, SeriesPlan};
+use crate::harness::experiment::{Experiment, Needed, SeriesPlan};
 use crate::harness::host::MemoryState;
 use crate::harness::link::Tools;
 use crate::harness::merging::Merging;
@@ -85,12 +85,13 @@ fn run_in_one(
         |is: fn(&Setup) -> bool| selection.plans.iter().any(|plan| plan.setup().is_some_and(is));
     let wants_qemu = any(|setup| setup.monitor == MonitorKind::Qemu);
     let merges = experiment.needs.merging || any(|setup| setup.merging != Merging::Off);
-    let programs = if experiment.needs.network {
+    let needs = experiment.needs;
+    let mut programs = Needed::paths(needs.programs)?;
+    if needs.network {
         let tools = Tools::find()?;
-        vec![tools.ip, tools.tc]
-    } else {
-        Vec::new()
-    };
+        programs.extend([tools.ip, tools.tc]);
+    }
+    let owned = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect();
     let cpus = cpus.clamp(1, MOST_CPUS);
     let host = VirtualHost::start(&HostConfig {
         memory_mib: shape.memory_mib,
@@ -104,6 +105,9 @@ fn run_in_one(
         time_limit: time_limit(size.scale),
         memhog: memhog_here(experiment.needs),
         programs,
+        modules: owned(needs.modules),
+        guest_modules: owned(needs.guest_modules),
+        guest_programs: Needed::paths(needs.guest_programs)?,
         qemu: if wants_qemu { Inclusion::Included } else { Inclusion::Excluded },
         ..HostConfig::default()
     })?;

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use ebb_kvm_clock::ClockPolicy;
+use ebb_vmm::boot::lean::with_lean_words;
 
 use crate::error::Missing;
 use crate::harness::driver::Driver;
@@ -51,6 +52,8 @@ pub struct Setup {
     /// (kernel/dma/swiotlb.c): 64 MiB, written with zeros at boot, for devices that cannot reach
     /// there. Virtio devices of a monitor reach everywhere.
     pub bounce_buffer: bool,
+    /// Whether the kernel's command line has the words of `ebb run --lean` (docs/boot.md).
+    pub lean: bool,
     /// Whether the guest's kernel clears the pages that it allocates, which is its default.
     /// Debian's kernel does (`CONFIG_INIT_ON_ALLOC_DEFAULT_ON`), also for a driver's balloon.
     pub clearing: bool,
@@ -75,6 +78,7 @@ impl Setup {
         huge_pages: true,
         uncompressed_kernel: false,
         bounce_buffer: true,
+        lean: false,
         clearing: true,
         trim: false,
         clock: ClockPolicy::Continue,
@@ -102,6 +106,7 @@ impl Setup {
             when(self.trim, "trimmed when idle"),
             (self.clock != ClockPolicy::Continue).then(|| format!("--clock {}", self.clock.name())),
             when(self.uncompressed_kernel, "uncompressed kernel (PVH)"),
+            when(self.lean, "words of --lean"),
         ];
         words.into_iter().flatten().collect::<Vec<_>>().join(", ")
     }
@@ -121,7 +126,12 @@ impl Setup {
             (!self.clearing).then(|| "init_on_alloc=0".to_owned()),
             self.driver.kernel_arguments(),
         ];
-        words.into_iter().flatten().collect::<Vec<_>>().join(" ")
+        let line = words.into_iter().flatten().collect::<Vec<_>>().join(" ");
+        match (self.lean, self.monitor) {
+            (true, MonitorKind::Qemu) => with_lean_words(&line),
+            // `ebb run --lean` adds them.
+            _ => line,
+        }
     }
 
     /// A requirement of these guests that their initramfs does not meet, if any.
@@ -258,6 +268,9 @@ impl Assets {
         with_console(command.arg("run"), setup)
             .args(["--cpus", &size.cpus.to_string(), "--memory", &memory])
             .args(["--balloon", &setup.balloon_option()]);
+        if setup.lean {
+            command.arg("--lean");
+        }
         command
     }
 }

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use crate::LabError;
-use crate::harness::assets::{FoundAssets, memhog_here};
+use crate::harness::assets::FoundAssets;
 use crate::harness::direct::{self, Selection};
 use crate::harness::experiment::Experiment;
 use crate::harness::size::RunSize;
@@ -64,7 +64,7 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
                 let cpus = machine.cpus;
                 return in_virtual_host::run(experiment, size, &with_guests, cpus, events);
             }
-            let found = FoundAssets::on_this_machine(memhog_here(experiment.needs))?;
+            let found = FoundAssets::on_this_machine(experiment.needs)?;
             direct::run_guests(experiment, size, with_guests, place, &found.assets, events)
         },
         |event| {

@@ -184,12 +184,17 @@ impl<'a> Testbed<'a> {
         if self.setup.trim || self.setup.merging != Merging::Off {
             self.start_controlled_guest(size)
         } else {
-            self.start(size, None)
+            self.start(size, None, &[])
         }
     }
 
-    fn start(&mut self, size: GuestSize, control: Option<&Path>) -> Result<GuestRecord, LabError> {
-        let mut guest = self.launch(size, control, &[])?;
+    fn start(
+        &mut self,
+        size: GuestSize,
+        control: Option<&Path>,
+        arguments: &[&str],
+    ) -> Result<GuestRecord, LabError> {
+        let mut guest = self.launch(size, control, arguments)?;
         let number = guest.number();
         let ready = guest.wait_ready(BOOT_LIMIT);
         let pid = guest.pid();
@@ -255,6 +260,14 @@ impl<'a> Testbed<'a> {
         self.work(guest, command, ANSWER_LIMIT)
     }
 
+    /// Starts a command that the guest executes until it ends.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn begin(&mut self, guest: u32, command: Command) -> Result<(), LabError> {
+        self.guest(guest)?.begin(command).map(drop)
+    }
+
     /// Sends a command with this time limit and returns its result.
     ///
     /// # Errors
@@ -266,6 +279,31 @@ impl<'a> Testbed<'a> {
         limit: Duration,
     ) -> Result<Value, LabError> {
         Ok(self.guest(guest)?.command(command, limit, &mut || {})?.result)
+    }
+
+    /// Sends a short command; returns its result, and the time between the monitor's start and the
+    /// middle of the time in which the guest executed it.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn ask_when(
+        &mut self,
+        guest: u32,
+        command: Command,
+    ) -> Result<(Value, Duration), LabError> {
+        let guest = self.guest(guest)?;
+        let answer = guest.command(command, ANSWER_LIMIT, &mut || {})?;
+        let waited = answer.answered.saturating_duration_since(answer.sent);
+        Ok((answer.result, guest.since_start(answer.sent) + waited / 2))
+    }
+
+    /// How often threads of a guest's monitor have waited: voluntary context switches so far.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when it has ended.
+    pub fn waits(&mut self, number: u32) -> Result<u64, LabError> {
+        let guest = self.guest(number)?;
+        host::waits(guest.pid()).ok_or_else(|| guest.lost("its threads"))
     }
 
     /// The counters of the guest's balloon driver; `None` for Linux's own, which has no counters.

@@ -1,6 +1,6 @@
 //! Sets up mounts, modules, swap and memory management.
 
-use std::ffi::CStr;
+use std::ffi::{CStr, CString};
 use std::fs::{self, File};
 use std::path::Path;
 
@@ -75,16 +75,18 @@ fn apply(settings: &Settings, warnings: &mut Vec<String>) {
     }
 }
 
-fn load_module(path: &str) -> std::io::Result<()> {
-    let file = File::open(path)?;
-    match rustix::system::finit_module(file, c"", 0) {
+/// Loads a module: its path, then its parameters, if any.
+fn load_module(module: &str) -> std::io::Result<()> {
+    let (path, parameters) = module.split_once(' ').unwrap_or((module, ""));
+    let (file, parameters) = (File::open(path)?, CString::new(parameters)?);
+    match rustix::system::finit_module(file, &parameters, 0) {
         Ok(()) | Err(rustix::io::Errno::EXIST) => Ok(()),
         Err(errno) => Err(errno.into()),
     }
 }
 
 fn swap_on(device: &str) -> std::io::Result<()> {
-    let path = std::ffi::CString::new(device)?;
+    let path = CString::new(device)?;
     // SAFETY: `path` is a NUL-terminated string that lives until the call returns.
     match unsafe { libc::swapon(path.as_ptr(), 0) } {
         0 => Ok(()),

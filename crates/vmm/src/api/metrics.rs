@@ -38,6 +38,8 @@ pub struct Metrics {
     pub net_dropped: Vec<KindCount>,
     /// vCPU exits by kind, all vCPUs together; empty if they are not counted.
     pub vcpu_exits: Vec<KindCount>,
+    /// Microseconds that each part of the monitor's start took, until the vCPUs were started.
+    pub start_us: Vec<KindCount>,
 }
 
 /// The balloon's sizes, and its counters since the monitor started.

@@ -6,6 +6,7 @@
 //! (Xen docs/misc/pvh.pandoc) for ELF kernels with one.
 
 mod elf;
+pub mod lean;
 mod linux;
 mod pvh;
 

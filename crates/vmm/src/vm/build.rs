@@ -1,7 +1,7 @@
 //! Builds a virtual machine from its configuration or a snapshot.
 
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use ebb_guest_ram::{GuestMemory, GuestRam, Populate, RegionSpec, SharedRam};
@@ -52,6 +52,8 @@ pub(super) struct Built {
     pub vm: Vm,
     /// Signalled when the guest has read all console input.
     pub input_read: EventFd,
+    /// When everything was built, and its memory began to be filled.
+    pub built_at: Instant,
 }
 
 /// Collects devices while they are connected.
@@ -228,11 +230,13 @@ pub(super) fn build(
         handed_over: Mutex::new(None),
         released_exclusive: AtomicBool::new(false),
         started: Instant::now(),
+        start_parts: OnceLock::new(),
         process_memory: ProcessMemory::open(),
         isolation: IsolationInfo::default(),
         companion: None,
         trim_cursor: Mutex::new(0),
     };
+    let built_at = Instant::now();
     match origin {
         Origin::Kernel => vm.load_and_enter()?,
         Origin::Snapshot(snapshot) => {
@@ -243,7 +247,7 @@ pub(super) fn build(
         // arrives.
         Origin::Migration(_) => vm.workers.iter().for_each(Worker::pause),
     }
-    Ok(Built { vm, input_read })
+    Ok(Built { vm, input_read, built_at })
 }
 
 /// The files that the guest boots from. A continued machine needs them for a reboot only.

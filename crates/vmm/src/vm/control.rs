@@ -239,6 +239,7 @@ impl Vm {
                 count("mmio_write", &counters.mmio_write),
                 count("kicked", &counters.kicked),
             ],
+            start_us: self.start_parts.get().map_or_else(Vec::new, |parts| parts.counts()),
         }
     }
 }

@@ -12,6 +12,7 @@ use super::build::{Built, Origin, build, restrict_writer};
 use super::console::{Console, Wish};
 use super::migration::MigrationThread;
 use super::reboots::RecentReboots;
+use super::start_parts::StartParts;
 use super::{Reset, Vm, VmError};
 use crate::api::control::Machine;
 use crate::api::door::Door;
@@ -126,6 +127,7 @@ fn run_machine(
     start: Start,
     front: &mut Option<Front>,
 ) -> Result<GuestExit, VmError> {
+    let mut parts = StartParts::new();
     let on_reboot = config.on_reboot;
     // Before any thread starts: signals are handled by this thread, and threads inherit the mask.
     let signals = match front.as_mut().and_then(|front| front.signals.take()) {
@@ -147,7 +149,11 @@ fn run_machine(
     let filters = Filters::new(config.seccomp)?.with_rights(isolation.rights());
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
     start_log(&filters, &exit)?;
-    let Built { mut vm, input_read } = build(config, origin, nets, &isolation, &filters, &exit)?;
+    parts.end("isolate", Instant::now());
+    let Built { mut vm, input_read, built_at } =
+        build(config, origin, nets, &isolation, &filters, &exit)?;
+    parts.end("build", built_at);
+    parts.end("load", Instant::now());
     if vm.config.memory.populate == Populate::Prealloc {
         // It takes a second for some GiB, and must not delay an end.
         match vm.ram.populate(&|| signals.is_pending()) {
@@ -181,6 +187,9 @@ fn run_machine(
         vm.config.api.is_some().then(|| MigrationThread::start(&vm, &filters)).transpose()?;
     let console = Console::open(&serial, input_read, &vm)?;
     filters.for_thread(ThreadKind::Main).apply()?;
+    parts.end("serve", Instant::now());
+    // Set here only.
+    let _ = vm.start_parts.set(parts);
     // No other call starts it. It may have been killed already, which is detected below.
     let begun = match start {
         Start::Running => vm.start().map(drop),

@@ -17,12 +17,13 @@ mod net;
 mod reboots;
 mod save;
 mod snapshot;
+mod start_parts;
 pub mod terminal;
 mod trim;
 mod vsock;
 
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::Instant;
 
 use ebb_guest_ram::{GuestRam, InhibitGuard, RamError, StableMemory};
@@ -64,6 +65,7 @@ use merge::Merging;
 use migration::Migrations;
 use migration::description::Incompatible;
 use net::NetDevice;
+use start_parts::StartParts;
 use vsock::VsockHandle;
 
 pub use event_loop::signals::Signals;
@@ -254,6 +256,7 @@ pub struct Vm {
     /// Whether devices have released what only one monitor may hold.
     released_exclusive: AtomicBool,
     started: Instant,
+    start_parts: OnceLock<StartParts>,
     process_memory: ProcessMemory,
     /// The isolation of the monitor, for the API.
     isolation: IsolationInfo,

@@ -559,6 +559,7 @@ impl TestVm {
             net_bytes: vec![KindCount::new("net0_rx", 800), KindCount::new("net0_tx", 900)],
             net_dropped: vec![KindCount::new("net0_rx", 0), KindCount::new("net0_tx", 1)],
             vcpu_exits: vec![KindCount::new("io", 17)],
+            start_us: vec![KindCount::new("build", 1800)],
         }
     }
 }

@@ -64,6 +64,15 @@ fn each_setting_of_a_series_reaches_the_command() {
 }
 
 #[test]
+fn both_monitors_give_lean_words_to_the_kernel() {
+    let setup = Setup { lean: true, ..Setup::EBB };
+    assert!(line(&setup).contains(" --lean "), "{}", line(&setup));
+    let qemu = line(&Setup { monitor: MonitorKind::Qemu, ..setup });
+    assert!(qemu.contains("-append cryptomgr.notests swiotlb=noforce 8250.nr_uarts=1 console="));
+    assert!(!qemu.contains("--lean"), "{qemu}");
+}
+
+#[test]
 fn a_restored_guest_has_the_console_and_the_clock_of_its_series() {
     let setup = Setup { clock: ClockPolicy::CatchUp, ..Setup::EBB };
     let command = assets().restore_command(&setup, Path::new("/tmp/s"), Path::new("/tmp/c"));

@@ -10,6 +10,7 @@ use crate::LabError;
 use crate::error::GuestProblem;
 use crate::harness::balloon::{Balloon, BalloonError, Control, ControlSocket};
 use crate::harness::counters::Counters;
+use crate::harness::devices::Device;
 use crate::harness::guest::Guest;
 use crate::harness::size::GuestSize;
 use crate::report::results::GuestRecord;
@@ -46,8 +47,24 @@ impl Testbed<'_> {
     /// As [`Testbed::start_guest`], and [`LabError::SystemFile`] when the directory of the socket
     /// cannot be created.
     pub fn start_controlled_guest(&mut self, size: GuestSize) -> Result<GuestRecord, LabError> {
+        self.start_with(size, &[])
+    }
+
+    /// As [`Testbed::start_controlled_guest`], with more devices.
+    ///
+    /// # Errors
+    /// As [`Testbed::start_controlled_guest`].
+    pub fn start_with(
+        &mut self,
+        size: GuestSize,
+        devices: &[Device<'_>],
+    ) -> Result<GuestRecord, LabError> {
+        let monitor = self.setup.monitor;
+        let arguments: Vec<String> =
+            devices.iter().flat_map(|device| device.arguments(monitor)).collect();
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let socket = ControlSocket::new()?;
-        let record = self.start(size, Some(&socket.path()))?;
+        let record = self.start(size, Some(&socket.path()), &arguments)?;
         self.control(record.guest, size, socket)?;
         Ok(record)
     }

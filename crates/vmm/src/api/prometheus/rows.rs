@@ -54,7 +54,7 @@ const fn row<T>(name: &'static str, help: &'static str, value: fn(&T) -> Sampled
 }
 
 /// With the prefix `ebb_`.
-pub(super) const MACHINE: [Row<Metrics>; 11] = [
+pub(super) const MACHINE: [Row<Metrics>; 12] = [
     row("memory_bytes", "Guest memory, including pages in the balloon.", |m| m.memory_bytes.into()),
     row("guest_resident_bytes", "Resident guest memory.", |m| m.guest_resident_bytes.into()),
     row("guest_shared_bytes", "Mappings of shared pages in guest memory.", |m| {
@@ -88,6 +88,9 @@ pub(super) const MACHINE: [Row<Metrics>; 11] = [
     }),
     row("vcpu_exits_total", "vCPU exits to the monitor, by kind.", |m| {
         Sampled::Kinds(m.vcpu_exits.clone())
+    }),
+    row("start_microseconds", "Time that the monitor's start took, by part.", |m| {
+        Sampled::Kinds(m.start_us.clone())
     }),
 ];
 

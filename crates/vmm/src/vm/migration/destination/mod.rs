@@ -95,7 +95,7 @@ pub fn receive(
         Next::End(exit) => return Ok(exit),
     };
     let serial = config.overrides.serial.clone();
-    let Built { mut vm, input_read } =
+    let Built { mut vm, input_read, .. } =
         match build_for(&description, shared, config, nets, &isolation, &filters, &exit) {
             Ok(built) => built,
             Err(error) => {

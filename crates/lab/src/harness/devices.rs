@@ -1,0 +1,91 @@
+//! Devices that a guest has besides its balloon, under either monitor.
+
+use std::path::Path;
+
+use crate::harness::monitor::MonitorKind;
+
+/// A device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Device<'a> {
+    /// A disk over a file or block device.
+    Disk {
+        /// The file or device.
+        path: &'a Path,
+        /// Whether the host's page cache is used.
+        cache: HostCache,
+        /// How QEMU executes requests.
+        engine: QemuEngine,
+    },
+    /// A network device over a tap interface, which exists.
+    Tap {
+        /// Name of the interface.
+        name: &'a str,
+    },
+}
+
+/// Whether a disk's requests pass through the host's page cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HostCache {
+    /// They do: the default of both monitors.
+    Used,
+    /// They do not: `direct=on`, `cache=none`.
+    Bypassed,
+}
+
+/// How QEMU executes the requests of a disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QemuEngine {
+    /// By threads, its default.
+    Threads,
+    /// By io_uring.
+    IoUring,
+}
+
+impl Device<'_> {
+    /// The arguments of a monitor that has it.
+    pub fn arguments(&self, monitor: MonitorKind) -> Vec<String> {
+        let words = match (monitor, self) {
+            (MonitorKind::Ebb, Self::Disk { path, cache, .. }) => {
+                let direct = if *cache == HostCache::Bypassed { ",direct=on" } else { "" };
+                vec!["--disk".to_owned(), format!("path={}{direct}", path.display())]
+            }
+            (MonitorKind::Ebb, Self::Tap { name }) => {
+                vec!["--net".to_owned(), format!("tap={name}")]
+            }
+            (MonitorKind::Qemu, Self::Disk { path, cache, engine }) => {
+                let cache = if *cache == HostCache::Bypassed { "none" } else { "writeback" };
+                let aio = if *engine == QemuEngine::IoUring { "io_uring" } else { "threads" };
+                let drive = format!(
+                    "file={},if=none,id=disk,format=raw,cache={cache},aio={aio}",
+                    path.display()
+                );
+                ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"].map(str::to_owned).into()
+            }
+            (MonitorKind::Qemu, Self::Tap { name }) => {
+                let tap = format!("tap,id=net,ifname={name},script=no,downscript=no,vhost=off");
+                ["-netdev", &tap, "-device", "virtio-net-pci,netdev=net"].map(str::to_owned).into()
+            }
+        };
+        words
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_monitors_get_the_same_devices() {
+        let disk = |cache, engine| Device::Disk { path: Path::new("/dev/nullb0"), cache, engine };
+        let line = |device: Device<'_>, monitor| device.arguments(monitor).join(" ");
+        let cached = disk(HostCache::Used, QemuEngine::Threads);
+        assert_eq!(line(cached, MonitorKind::Ebb), "--disk path=/dev/nullb0");
+        assert!(line(cached, MonitorKind::Qemu).contains(",cache=writeback,aio=threads -device"));
+        let direct = disk(HostCache::Bypassed, QemuEngine::IoUring);
+        assert_eq!(line(direct, MonitorKind::Ebb), "--disk path=/dev/nullb0,direct=on");
+        assert!(line(direct, MonitorKind::Qemu).contains(",cache=none,aio=io_uring -device"));
+        let tap = Device::Tap { name: "tap0" };
+        assert_eq!(line(tap, MonitorKind::Ebb), "--net tap=tap0");
+        assert!(line(tap, MonitorKind::Qemu).contains(",vhost=off -device virtio-net-pci,"));
+    }
+}
