@@ -25,6 +25,7 @@ use crate::devices::virtio::net::open_all;
 use crate::exit::{ExitSignal, GuestExit};
 use crate::file::readable;
 use crate::isolation::{Companion, Isolation, KeptName, Sockets};
+use crate::own_pages::release_program_pages;
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::{Overrides, SnapshotFile};
 
@@ -186,6 +187,7 @@ fn run_machine(
     let _migrations =
         vm.config.api.is_some().then(|| MigrationThread::start(&vm, &filters)).transpose()?;
     let console = Console::open(&serial, input_read, &vm)?;
+    release_program_pages();
     filters.for_thread(ThreadKind::Main).apply()?;
     parts.end("serve", Instant::now());
     // Set here only.

@@ -14,10 +14,11 @@ use ebb_guest_ram::GuestMemory;
 use rustix::event::PollFlags;
 use rustix::fs::{Advice, FlockOperation};
 use virtio_bindings::virtio_blk as blk;
-use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+use virtio_queue::{Queue, QueueState, QueueT};
 
 use super::state::DeviceState;
-use super::{HostEvents, VirtioDevice, Work, is_refused};
+use super::{HostEvents, VirtioDevice, Work, is_refused, ring};
 use crate::api::disks::{DiskInfo, MOST_BYTES};
 use crate::config::{DiskConfig, DiskFormat, Switch};
 use crate::devices::throttle::{Admission, Throttle};
@@ -86,6 +87,8 @@ pub struct Block {
     /// Path of the image that this one is an overlay of, if it is one.
     base_path: PathBuf,
     queue: Option<Queue>,
+    /// Whether the driver may use indirect tables (section 2.7.5.3).
+    has_indirect: bool,
     durability: Durability,
     /// Largest size that the disk can get, in bytes: the monitor limits the sizes of its files
     /// (RLIMIT_FSIZE) when it starts.
@@ -113,6 +116,7 @@ impl Block {
             path: config.top().to_owned(),
             base_path: config.path.clone(),
             queue: None,
+            has_indirect: false,
             durability: Durability::Flush,
             most_bytes: bytes.saturating_mul(MOST_GROWTH).clamp(LEAST_GROWTH_BYTES, MOST_BYTES),
             writeback,
@@ -196,15 +200,15 @@ impl Block {
         }
     }
 
-    /// Puts requests on the used ring; returns whether there were any.
-    fn put_used(&mut self, done: &[Done]) -> bool {
-        let Some(queue) = self.queue.as_mut() else { return false };
-        for done in done {
-            if queue.add_used(&self.disk.memory, done.head, done.written).is_err() {
-                crate::devices::guest_log!("virtio-blk: the used ring cannot be written");
-            }
+    /// Puts requests on the used ring; returns whether the driver must be interrupted.
+    fn put_used(&self, queue: &mut Queue, done: &[Done]) -> bool {
+        let before = queue.next_used();
+        let used: Vec<_> = done.iter().map(|done| (done.head, done.written)).collect();
+        if ring::publish(queue, &self.disk.memory, &used).is_err() {
+            crate::devices::guest_log!("virtio-blk: the used ring cannot be written");
+            return false;
         }
-        !done.is_empty()
+        ring::wants_interrupt(queue, &self.disk.memory, before)
     }
 
     /// Executes a request or gives it to a thread, which returns `None`.
@@ -234,7 +238,9 @@ impl VirtioDevice for Block {
     }
 
     fn features(&self) -> u64 {
-        let mut features = 1 << blk::VIRTIO_BLK_F_FLUSH
+        let mut features = 1 << VIRTIO_RING_F_EVENT_IDX
+            | 1 << VIRTIO_RING_F_INDIRECT_DESC
+            | 1 << blk::VIRTIO_BLK_F_FLUSH
             | 1 << blk::VIRTIO_BLK_F_SEG_MAX
             | 1 << blk::VIRTIO_BLK_F_SIZE_MAX;
         if self.readonly {
@@ -296,7 +302,11 @@ impl VirtioDevice for Block {
         } else {
             Durability::Flush
         };
+        self.has_indirect = features & 1 << VIRTIO_RING_F_INDIRECT_DESC != 0;
         self.queue = queues.into_iter().next().filter(Queue::ready);
+        if let Some(queue) = &mut self.queue {
+            queue.set_event_idx(features & 1 << VIRTIO_RING_F_EVENT_IDX != 0);
+        }
         self.queue.as_ref().map(|_| ()).ok_or_else(|| "the request queue is not ready".to_owned())
     }
 
@@ -310,19 +320,20 @@ impl VirtioDevice for Block {
         let room = MOST_IN_FLIGHT.saturating_sub(in_flight);
         work.more = room > 0;
         let mut transferred = 0;
+        let mut all_done = Vec::new();
         for _ in 0..REQUESTS_A_CALL.min(room) {
-            let Some(chain) = queue.pop_descriptor_chain(&memory) else {
+            let Some(chain) = ring::pop(&mut queue, &memory) else {
                 work.more = false;
                 break;
             };
             let head = chain.head_index();
             let mut ends = false;
-            let done = if is_refused(&queue, &memory, head) {
+            let done = if !self.has_indirect && is_refused(&queue, &memory, head) {
                 Some(Done { head, written: 0 })
             } else if let Some(request) = Request::parse(chain, &memory, &bounds) {
                 let bytes = request.limited_bytes();
                 if self.throttle.admit(bytes, Instant::now()) == Admission::Later {
-                    queue.go_to_previous_position();
+                    ring::unpop(&mut queue, 1);
                     work.more = false;
                     break;
                 }
@@ -339,18 +350,13 @@ impl VirtioDevice for Block {
             } else {
                 Some(Done { head, written: 0 })
             };
-            if let Some(done) = done {
-                if queue.add_used(&memory, done.head, done.written).is_err() {
-                    crate::devices::guest_log!("virtio-blk: the used ring cannot be written");
-                    work.more = false;
-                    break;
-                }
-                work.interrupt = true;
-            }
+            work.served = true;
+            all_done.extend(done);
             if ends {
                 break;
             }
         }
+        work.interrupt = self.put_used(&mut queue, &all_done);
         self.queue = Some(queue);
         work
     }
@@ -363,7 +369,10 @@ impl VirtioDevice for Block {
         let Some(pool) = &self.pool else { return Work::default() };
         let was_full = pool.in_flight() >= MOST_IN_FLIGHT;
         let done = pool.take_done();
-        Work { interrupt: self.put_used(&done), more: was_full, ..Work::default() }
+        let Some(mut queue) = self.queue.take() else { return Work::default() };
+        let interrupt = self.put_used(&mut queue, &done);
+        self.queue = Some(queue);
+        Work { interrupt, more: was_full, served: !done.is_empty(), ..Work::default() }
     }
 
     fn finish_requests(&mut self) -> Work {

@@ -6,6 +6,7 @@ pub mod mmio;
 pub mod net;
 #[cfg(feature = "planted-bug")]
 pub mod planted_bug;
+mod ring;
 pub mod rng;
 pub mod state;
 pub mod vsock;

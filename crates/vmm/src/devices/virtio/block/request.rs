@@ -7,9 +7,9 @@ use virtio_queue::DescriptorChain;
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes as _, GuestAddress};
 
-use super::SECTOR_BYTES;
 use super::guest_io::{Piece, gather, is_inside, split, total_bytes};
 use super::raw::Unmap;
+use super::{QUEUE_SIZE, SECTOR_BYTES};
 
 /// Most ranges in one request to discard.
 pub(super) const DISCARD_RANGES: u32 = 16;
@@ -88,7 +88,11 @@ impl Request {
     ) -> Option<Self> {
         let head = chain.head_index();
         let (mut readable, mut writable) = (Vec::new(), Vec::new());
-        for descriptor in chain {
+        for (index, descriptor) in chain.enumerate() {
+            // An indirect table must not be longer than the queue (section 2.7.5.3.1).
+            if index >= usize::from(QUEUE_SIZE) {
+                return None;
+            }
             let piece = piece(&descriptor);
             if descriptor.is_write_only() { &mut writable } else { &mut readable }.push(piece);
         }

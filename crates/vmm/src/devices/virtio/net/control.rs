@@ -7,7 +7,7 @@ use ebb_guest_ram::GuestMemory;
 use virtio_bindings::virtio_net as net;
 use virtio_queue::Queue;
 
-use super::ring::{Unwritable, pop, publish};
+use crate::devices::virtio::ring::{Unwritable, pop, publish};
 
 /// Most requests in one call.
 const REQUESTS_A_CALL: usize = 16;

@@ -15,7 +15,6 @@ mod fuzzing;
 mod parts;
 mod passt;
 mod receive;
-mod ring;
 mod stream;
 mod tap;
 mod transmit;
@@ -33,7 +32,7 @@ use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRE
 use virtio_queue::{Queue, QueueState, QueueT};
 
 use super::state::DeviceState;
-use super::{HostEvents, VirtioDevice, Work};
+use super::{HostEvents, VirtioDevice, Work, ring};
 use crate::config::{MacAddress, NetConfig};
 use crate::devices::throttle::{Admission, Throttle};
 use crate::seccomp::ThreadKind;

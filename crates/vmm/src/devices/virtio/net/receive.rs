@@ -9,9 +9,9 @@ use virtio_queue::{Queue, QueueT};
 
 use super::chain::{Direction, Unusable, push};
 use super::parts::{MAX_PARTS, Parts};
-use super::ring::{Unwritable, Used, pop, publish, unpop};
 use super::stream::MAX_FRAME_BYTES;
 use super::tap::{HEADER_BYTES, Tap};
+use crate::devices::virtio::ring::{Unwritable, Used, pop, publish, unpop};
 
 /// Largest frame with its header, in bytes.
 pub(super) const MAX_BYTES: usize = HEADER_BYTES + MAX_FRAME_BYTES;

@@ -9,10 +9,10 @@ use virtio_queue::Queue;
 use super::chain::{Direction, Unusable, push};
 use super::parts::{MAX_PREFIXES, Parts};
 use super::receive::{Failure, MAX_BYTES};
-use super::ring::{Used, pop, publish, unpop};
 use super::stream::{LEAST_FRAME_BYTES, MAX_FRAME_BYTES, Progress, Stream, broken_write};
 use super::tap::{HEADER_BYTES, Tap};
 use crate::devices::throttle::{Admission, Throttle};
+use crate::devices::virtio::ring::{Used, pop, publish, unpop};
 
 /// Bytes sent to a stream in one call, after which no further frame is added.
 const BATCH_BYTES: usize = 256 << 10;

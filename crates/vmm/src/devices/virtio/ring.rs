@@ -9,15 +9,15 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress};
 
 /// A buffer to return: its first descriptor, and the bytes written to it.
-pub(super) type Used = (u16, u32);
+pub(in crate::devices::virtio) type Used = (u16, u32);
 
 /// The used ring lies outside of guest memory.
 #[derive(Debug)]
-pub(super) struct Unwritable;
+pub(in crate::devices::virtio) struct Unwritable;
 
 /// Makes buffers used. The driver sees all of them or none: those of one frame must not be found
 /// one by one (section 5.1.6.4).
-pub(super) fn publish(
+pub(in crate::devices::virtio) fn publish(
     queue: &mut Queue,
     memory: &GuestMemory,
     buffers: &[Used],
@@ -41,7 +41,11 @@ pub(super) fn publish(
 }
 
 /// Whether the driver must be interrupted for the buffers used since position `before`.
-pub(super) fn wants_interrupt(queue: &Queue, memory: &GuestMemory, before: u16) -> bool {
+pub(in crate::devices::virtio) fn wants_interrupt(
+    queue: &Queue,
+    memory: &GuestMemory,
+    before: u16,
+) -> bool {
     let now = queue.next_used();
     if now == before {
         return false;
@@ -63,7 +67,7 @@ pub(super) fn wants_interrupt(queue: &Queue, memory: &GuestMemory, before: u16) 
 }
 
 /// The next buffer; `None` if there is none, and then the driver notifies the device of one.
-pub(super) fn pop<'a>(
+pub(in crate::devices::virtio) fn pop<'a>(
     queue: &mut Queue,
     memory: &'a GuestMemory,
 ) -> Option<virtio_queue::DescriptorChain<&'a GuestMemory>> {
@@ -75,7 +79,7 @@ pub(super) fn pop<'a>(
 }
 
 /// Makes the last `count` buffers that were taken available again.
-pub(super) fn unpop(queue: &mut Queue, count: usize) {
+pub(in crate::devices::virtio) fn unpop(queue: &mut Queue, count: usize) {
     queue.set_next_avail(queue.next_avail().wrapping_sub(count as u16));
 }
 
