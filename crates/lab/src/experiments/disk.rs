@@ -72,8 +72,8 @@ fn sizes(scale: Scale) -> Sizes {
             host: HostShape { memory_mib: 2560, swap_mib: 256, nodes: 1 },
             guest: GuestSize { memory_mib: 512, cpus: 1 },
             span_mib: 128,
-            seconds: 3,
-            rounds: 3,
+            seconds: 2,
+            rounds: 2,
         },
         Scale::Full => Sizes {
             host: HostShape { memory_mib: 4096, swap_mib: 512, nodes: 1 },

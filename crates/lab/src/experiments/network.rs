@@ -91,8 +91,8 @@ fn sizes(scale: Scale) -> Sizes {
         Scale::Demo => Sizes {
             host: HostShape { memory_mib: 1536, swap_mib: 256, nodes: 1 },
             guest: GuestSize { memory_mib: 256, cpus: 1 },
-            seconds: 3,
-            rounds: 3,
+            seconds: 2,
+            rounds: 2,
         },
         Scale::Full => Sizes {
             host: HostShape { memory_mib: 2048, swap_mib: 512, nodes: 1 },

@@ -62,8 +62,11 @@ impl Device<'_> {
                 ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"].map(str::to_owned).into()
             }
             (MonitorKind::Qemu, Self::Tap { name }) => {
+                // Without firmware to boot from, which no guest here does.
                 let tap = format!("tap,id=net,ifname={name},script=no,downscript=no,vhost=off");
-                ["-netdev", &tap, "-device", "virtio-net-pci,netdev=net"].map(str::to_owned).into()
+                ["-netdev", &tap, "-device", "virtio-net-pci,netdev=net,romfile="]
+                    .map(str::to_owned)
+                    .into()
             }
         };
         words
