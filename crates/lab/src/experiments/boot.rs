@@ -40,6 +40,7 @@ pub static BOOT: Experiment = Experiment {
         };
         rows().map(plan).into()
     },
+    compare: |all| metrics::mark_noise(&metrics(), all),
     ..Experiment::DEFAULT
 };
 

@@ -42,6 +42,7 @@ pub static DISK: Experiment = Experiment {
         };
         rows().map(plan).into()
     },
+    compare: |all| metrics::mark_noise(&metrics(), all),
     ..Experiment::DEFAULT
 };
 

@@ -52,6 +52,7 @@ pub static NETWORK: Experiment = Experiment {
         };
         rows().map(plan).into()
     },
+    compare: |all| metrics::mark_noise(&metrics(), all),
     ..Experiment::DEFAULT
 };
 

@@ -152,6 +152,31 @@ pub fn compare<F>(metrics: &[Metric<F>], base: &str, all: &mut [Series]) {
     }
 }
 
+/// Lists the metrics by which a series under Ebb, `ebb` or `ebb-WORD`, cannot be told from the same
+/// under QEMU, because repeated measurements overlap.
+pub fn mark_noise<F>(metrics: &[Metric<F>], all: &mut [Series]) {
+    let peers = all.to_vec();
+    for series in all {
+        let name = series.name.replacen("ebb", "qemu", 1);
+        let Some(peer) = peers.iter().find(|peer| peer.name == name && name != series.name) else {
+            continue;
+        };
+        for Metric { info, .. } in metrics {
+            let spreads = series.spread.get(&info.name).zip(peer.spread.get(&info.name));
+            let Some(([low, high], [peer_low, peer_high])) = spreads else { continue };
+            if low <= peer_high && peer_low <= high {
+                let bounds = [low, high, peer_low, peer_high].map(|bound| number(Some(*bound)));
+                let [low, high, peer_low, peer_high] = bounds;
+                series.too_noisy.push(format!(
+                    "{}: repeated measurements overlap ({low} to {high}, and {peer_low} to \
+                     {peer_high} of {name})",
+                    info.title
+                ));
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -213,5 +238,22 @@ mod tests {
             ["Times as fast: 1.14 is not certain, repeated measurements overlap (80 to 95, and \
               90 to 110 of base)"]
         );
+    }
+
+    #[test]
+    fn overlaps_with_the_peer_are_marked() {
+        let mut all = [
+            measured("ebb", &[90.0, 110.0]),
+            measured("qemu", &[100.0, 120.0]),
+            measured("ebb-direct", &[10.0, 20.0]),
+            measured("qemu-direct", &[100.0, 120.0]),
+            measured("ebb-alone", &[10.0, 20.0]),
+        ];
+        mark_noise(&metrics(), &mut all);
+        assert_eq!(
+            all[0].too_noisy,
+            ["Time: repeated measurements overlap (90 to 110, and 100 to 120 of qemu)"]
+        );
+        assert!(all[1..].iter().all(|series| series.too_noisy.is_empty()));
     }
 }
