@@ -211,3 +211,56 @@ fn cached_pages(image: &tempfile::NamedTempFile) -> usize {
     unsafe { rustix::mm::munmap(at, bytes) }.unwrap();
     resident.iter().filter(|page| **page & 1 != 0).count()
 }
+
+/// The driver is interrupted when the request that it waits for is done, and notifies the device of
+/// the next one that it has not taken.
+#[test]
+fn a_driver_names_the_request_that_it_waits_for() {
+    let image = tempfile::NamedTempFile::new().unwrap();
+    image.as_file().set_len(4096).unwrap();
+    for (waits_for, interrupted) in [(2_u16, true), (3, false)] {
+        let (memory, queue) = requests(blk::VIRTIO_BLK_T_IN, 512, 3);
+        let at = AVAILABLE + 4 + 2 * u64::from(RING);
+        memory.write_obj(waits_for, GuestAddress(at)).unwrap();
+        let mut disk = open(image.path(), &memory).unwrap();
+        disk.activate(FLUSH | 1 << VIRTIO_RING_F_EVENT_IDX, vec![queue]).unwrap();
+        let work = disk.process_queue(0);
+        assert_eq!(completed(&memory), 3);
+        assert_eq!((work.interrupt, work.served), (interrupted, true), "{waits_for}");
+        let next: u16 = memory.read_obj(GuestAddress(USED + 4 + 8 * u64::from(RING))).unwrap();
+        assert_eq!(next, 3);
+    }
+}
+
+/// An indirect table may be as long as the queue; a longer one is returned unread.
+#[test]
+fn an_indirect_table_is_no_longer_than_the_queue() {
+    const TABLE: u64 = 0x8000;
+    let image = tempfile::NamedTempFile::new().unwrap();
+    image.as_file().set_len(1 << 20).unwrap();
+    for (descriptors, status) in [(QUEUE_SIZE, 0), (QUEUE_SIZE + 1, 0xff_u8)] {
+        let (memory, queue) = requests(blk::VIRTIO_BLK_T_IN, 512, 1);
+        let last = descriptors - 1;
+        for index in 0..descriptors {
+            let (address, length, flags) = match index {
+                0 => (HEADER, 16_u32, 1_u16),
+                _ if index == last => (STATUS, 1, 2),
+                _ => (DATA + 512 * u64::from(index), 512, 3),
+            };
+            let at = TABLE + 16 * u64::from(index);
+            memory.write_obj(address, GuestAddress(at)).unwrap();
+            memory.write_obj(length, GuestAddress(at + 8)).unwrap();
+            memory.write_obj(flags, GuestAddress(at + 12)).unwrap();
+            memory.write_obj(index + 1, GuestAddress(at + 14)).unwrap();
+        }
+        memory.write_obj(TABLE, GuestAddress(DESCRIPTORS)).unwrap();
+        memory.write_obj(16 * u32::from(descriptors), GuestAddress(DESCRIPTORS + 8)).unwrap();
+        memory.write_obj(4_u16, GuestAddress(DESCRIPTORS + 12)).unwrap();
+        let mut disk = open(image.path(), &memory).unwrap();
+        disk.activate(FLUSH | 1 << VIRTIO_RING_F_INDIRECT_DESC, vec![queue]).unwrap();
+        disk.process_queue(0);
+        assert_eq!(completed(&memory), 1);
+        let found: u8 = memory.read_obj(GuestAddress(STATUS)).unwrap();
+        assert_eq!(found, status, "{descriptors}");
+    }
+}
