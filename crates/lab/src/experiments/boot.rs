@@ -127,7 +127,8 @@ fn boot(testbed: &mut Testbed<'_>, series: &mut Series, size: GuestSize) -> Resu
 /// Reads the clocks of a guest that has just booted.
 fn look(testbed: &mut Testbed<'_>, record: &GuestRecord) -> Result<Boot, LabError> {
     let guest = record.guest;
-    let mark = Command::WriteFile { path: "/dev/kmsg".to_owned(), text: MARK.to_owned() };
+    // A line without its end is not in the log yet.
+    let mark = Command::WriteFile { path: "/dev/kmsg".to_owned(), text: format!("{MARK}\n") };
     let (_, marked) = testbed.ask_when(guest, mark)?;
     let words = LOG_WORDS.map(str::to_owned).to_vec();
     let log = testbed.ask(guest, Command::KernelLog { words })?;
