@@ -103,6 +103,11 @@ impl ConfigSpace {
         self.config.poison_value.get()
     }
 
+    /// Number of the hinting command.
+    pub(crate) fn hint_command(&self) -> u32 {
+        self.config.free_page_hint_command_id.get()
+    }
+
     /// Sets the hinting command; returns whether that changed anything.
     pub(crate) fn set_hint_command(&mut self, command: HintCommand) -> bool {
         let new = Config { free_page_hint_command_id: Le32::new(command.id()), ..self.config };

@@ -86,6 +86,8 @@ pub(crate) struct Hinting {
     pub(crate) last_id: u32,
     /// Number of a start command after which the driver has not sent STOP.
     pub(crate) unstopped_id: Option<u32>,
+    /// The number that the driver has sent last.
+    driver_id: Option<u32>,
     sink: Option<Box<dyn HintSink>>,
 }
 
@@ -120,6 +122,7 @@ impl Hinting {
 
     /// Handles a command number of the driver. Returns whether it was valid.
     fn receive_id(&mut self, id: u32) -> bool {
+        self.driver_id = Some(id);
         match (HintCommand::from_id(id), self.phase) {
             (HintCommand::Start(id), HintPhase::Requested) if id == self.last_id => {
                 self.phase = HintPhase::Running;
@@ -158,7 +161,7 @@ impl Hinting {
     }
 
     pub(crate) fn reset(&mut self) {
-        self.unstopped_id = None;
+        (self.unstopped_id, self.driver_id) = (None, None);
         self.end(HintPhase::Idle, HintEnd::Reset);
     }
 }
@@ -205,6 +208,11 @@ impl Balloon {
     /// State of hinting.
     pub fn hint_phase(&self) -> HintPhase {
         self.hinting.phase()
+    }
+
+    /// The command number in the configuration space, and the one that the driver has sent last.
+    pub fn hint_commands(&self) -> (u32, Option<u32>) {
+        (self.space.hint_command(), self.hinting.driver_id)
     }
 
     pub(crate) fn process_hinting(&mut self, queue: &mut DeviceQueue) -> Progress {

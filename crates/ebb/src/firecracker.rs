@@ -192,6 +192,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             user: args.user.map_or(UserChoice::Dynamic, UserChoice::Named),
             cgroup: None,
             allowed_directories: args.allowed_directories,
+            image_directories: Vec::new(),
         },
     };
     let mut is_reboot = false;

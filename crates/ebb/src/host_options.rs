@@ -64,6 +64,7 @@ impl IsolationArgs {
             user,
             cgroup: self.cgroup,
             allowed_directories: self.allowed_directories,
+            image_directories: Vec::new(),
         }
     }
 }

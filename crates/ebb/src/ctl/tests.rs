@@ -261,6 +261,10 @@ fn disks_are_shown_and_resized() {
     assert!(machine.error("disks resize disk7").contains("device"));
     assert!(machine.error("disks resize disk0 8G").contains("size_bytes"));
     assert!(machine.error("disks resize disk0 2000T").contains("bytes"));
+    let image = tempfile::NamedTempFile::new().unwrap();
+    let table = machine.ctl(&format!("disks replace disk0 {}", image.path().display()));
+    assert_eq!(value(&table, "disk0"), shown.replace("1.0 GiB", "8.0 KiB"));
+    assert!(machine.error("disks replace disk0 /none").contains("cannot open /none"));
 }
 
 #[test]

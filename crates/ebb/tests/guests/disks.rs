@@ -41,7 +41,7 @@ fn disk0(guest: &Guest) -> DiskInfo {
 }
 
 fn resize(guest: &Guest, size_bytes: Option<u64>) -> Result<DiskInfo, String> {
-    let change = DiskResize { device: "disk0".to_owned(), size_bytes };
+    let change = DiskResize { device: "disk0".to_owned(), size_bytes, path: None };
     let info: Result<DisksInfo, _> = guest.client().put_json("/disks", &change);
     info.map(|mut info| info.disks.remove(0)).map_err(|error| error.to_string())
 }
@@ -163,7 +163,7 @@ fn requests_in_flight(scene: &Scene) {
     let written = stored_bytes(&overlay);
     succeed(&guest, "blkdiscard /dev/vdb");
     assert!(stored_bytes(&overlay) < written / 2, "{written} {}", stored_bytes(&overlay));
-    let change = DiskResize { device: "disk1".to_owned(), size_bytes: Some(80 * MIB) };
+    let change = DiskResize { device: "disk1".to_owned(), size_bytes: Some(80 * MIB), path: None };
     let _: DisksInfo = guest.client().put_json("/disks", &change).unwrap();
     let sectors = (80 * MIB / 512).to_string();
     eventually("the guest sees the new size", 20, || {

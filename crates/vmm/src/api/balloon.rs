@@ -7,6 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::words::words;
 
+pub use crate::devices::virtio::balloon::AfterHints;
+
 pub use ebb_abi::balloon::Feature as BalloonFeature;
 pub use ebb_balloon::{Statistics, StatisticsValues};
 
@@ -147,4 +149,25 @@ impl From<Statistics> for StatisticsDocument {
     fn from(statistics: Statistics) -> Self {
         Self { age_ms: statistics.age_ms, statistics: statistics.values }
     }
+}
+
+/// What is to be done about a run of free page hinting. Its hints are counted, and nothing is
+/// discarded: the guest may use a hinted page at any moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HintRun {
+    /// Nothing.
+    Describe,
+    /// Starts one, which takes the place of an earlier one.
+    Start(AfterHints),
+    /// Ends it.
+    Stop,
+}
+
+/// Commands of free page hinting (virtio 1.3 section 5.5.6.5).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct HintRunStatus {
+    /// The device's.
+    pub host_command: u32,
+    /// The one that the driver has answered last.
+    pub driver_command: Option<u32>,
 }

@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::balloon::{BalloonInfo, BalloonTarget, StatisticsDocument, StatisticsInterval};
+use super::balloon::{
+    BalloonInfo, BalloonTarget, HintRun, HintRunStatus, StatisticsDocument, StatisticsInterval,
+};
 use super::disks::{DiskResize, DisksInfo};
 use super::free_pages::{FreePagesReport, FreePagesRequest};
 use super::limits::{LimitsChange, LimitsInfo};
@@ -80,12 +82,14 @@ pub enum Operation {
     },
     /// `PUT /balloon/statistics-interval`: sets the interval of requests for statistics.
     SetStatisticsInterval(StatisticsInterval),
+    /// A run of free page hinting, which only Firecracker's API has: what is to be done about it.
+    HintRun(HintRun),
     /// `PUT /balloon/free-pages`: asks the guest which of its pages are free; one request at a
     /// time.
     FreePages(FreePagesRequest),
     /// `GET /disks`: the disks, with counts of their requests.
     Disks,
-    /// `PUT /disks`: gives a disk the size of its image, and notifies the guest.
+    /// `PUT /disks`: gives a disk the size of its image, or another image, and notifies the guest.
     ResizeDisk(DiskResize),
     /// `GET /limits`: limits of devices' requests.
     Limits,
@@ -112,7 +116,10 @@ impl Operation {
     /// Whether file descriptors may come with the request. They belong to the first request that is
     /// complete after their arrival: a client that sends some waits for earlier replies first.
     pub fn takes_descriptors(&self) -> bool {
-        matches!(self, Self::Snapshot(_) | Self::Migrate(_) | Self::AttachConsole)
+        matches!(
+            self,
+            Self::Snapshot(_) | Self::Migrate(_) | Self::AttachConsole | Self::ResizeDisk(_)
+        )
     }
 }
 
@@ -144,6 +151,7 @@ pub enum Document {
     Balloon(BalloonInfo),
     Statistics(StatisticsDocument),
     FreePages(FreePagesReport),
+    HintRun(HintRunStatus),
     Disks(DisksInfo),
     Limits(LimitsInfo),
     Net(NetInfo),

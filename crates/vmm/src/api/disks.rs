@@ -1,5 +1,7 @@
 //! Disks: documents.
 
+use std::path::PathBuf;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -61,7 +63,8 @@ pub struct DiskRequests {
     pub errors: u64,
 }
 
-/// `PUT /disks`: gives a disk the size of its image, which its owner has enlarged.
+/// `PUT /disks`: gives a disk the size of its image, which its owner has enlarged, or another
+/// image.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DiskResize {
     /// Name of the disk, as in `GET /disks`.
@@ -72,6 +75,13 @@ pub struct DiskResize {
     #[serde(default)]
     #[schemars(range(max = MOST_BYTES), extend("x-unit" = "bytes"))]
     pub size_bytes: Option<u64>,
+    /// Absolute path of the image that takes the place of the disk's, for messages. The monitor
+    /// does not open it: files that are open come with the request (`SCM_RIGHTS`). A disk that is
+    /// written to needs two of the same image, each from an open(2) of its own: the first one for
+    /// reading and writing, the second one for reading. The format is that of the old image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(regex(pattern = "^/"))]
+    pub path: Option<PathBuf>,
 }
 
 /// Largest size of an image, in bytes.

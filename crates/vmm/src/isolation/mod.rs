@@ -54,6 +54,8 @@ pub struct IsolationConfig {
     pub cgroup: Option<CgroupConfig>,
     /// Directories below which API clients may name files.
     pub allowed_directories: Vec<PathBuf>,
+    /// Directories below which they may name images that take the place of others.
+    pub image_directories: Vec<PathBuf>,
 }
 
 /// Whether the monitor gives up the rights of the user who started it.
@@ -249,15 +251,20 @@ impl Isolation {
         };
         info.cgroup = config.cgroup.as_ref().map(|cgroup| cgroup.path.display().to_string());
         // Outside of the cgroup and the namespaces, in which it could not do its work.
-        let directories = config.allowed_directories.iter().map(|path| {
-            AllowedDirectory::open(path)
-                .map_err(|source| IsolationError::Directory { path: path.clone(), source })
-        });
-        let directories: Vec<_> = directories.collect::<Result<_, _>>()?;
+        let open = |paths: &[PathBuf]| {
+            let open = |path: &PathBuf| {
+                AllowedDirectory::open(path)
+                    .map_err(|source| IsolationError::Directory { path: path.clone(), source })
+            };
+            paths.iter().map(open).collect::<Result<Vec<_>, _>>()
+        };
+        let directories = open(&config.allowed_directories)?;
+        let images = open(&config.image_directories)?;
         let is_needed = sockets == Sockets::Some || config.cgroup.is_some();
         let companion = is_needed.then(Companion::start).transpose()?;
         if let Some(companion) = &companion {
             directories.iter().try_for_each(|directory| companion.allow(directory))?;
+            images.iter().try_for_each(|directory| companion.allow_images(directory))?;
             if let Some(cgroup) = &config.cgroup {
                 enter_cgroup(cgroup, companion)?;
             }

@@ -7,7 +7,7 @@ use ebb_abi::balloon::QueueKind;
 
 use super::control::only_running;
 use super::{SharedTransport, Vm, lock};
-use crate::api::balloon::{BalloonInfo, BalloonTarget, DriverPresence};
+use crate::api::balloon::{BalloonInfo, BalloonTarget, DriverPresence, HintRun, HintRunStatus};
 use crate::api::control::{ControlError, Outcome};
 use crate::api::free_pages::FreePagesRequest;
 use crate::api::metrics::BalloonMetrics;
@@ -117,6 +117,32 @@ impl Vm {
         transport.device_mut().set_statistics_interval(interval);
         transport.wake();
         Ok(())
+    }
+
+    /// Starts, ends and describes a run of hints.
+    pub(super) fn hint_run(&self, run: HintRun) -> Result<HintRunStatus, ControlError> {
+        let state = lock(&self.state);
+        let mut transport = lock(self.balloon_transport()?);
+        let device = transport.device_mut();
+        let changed = match run {
+            HintRun::Describe => false,
+            HintRun::Start(after) => {
+                let _running = only_running(state, "report its free pages")?;
+                device.start_hint_run(after).map_err(|error| {
+                    ControlError::wrong_state(
+                        error.to_string(),
+                        "start the machine with hinting=on",
+                    )
+                })?;
+                true
+            }
+            HintRun::Stop => device.stop_hint_run(),
+        };
+        let (host_command, driver_command) = device.balloon().hint_commands();
+        if changed {
+            transport.config_changed();
+        }
+        Ok(HintRunStatus { host_command, driver_command })
     }
 
     pub(super) fn free_pages(&self, request: FreePagesRequest) -> Result<Outcome, ControlError> {

@@ -58,9 +58,10 @@ impl Machine for Vm {
                 Document::Balloon(self.balloon_info()?)
             }
             Operation::FreePages(request) => return self.free_pages(request),
+            Operation::HintRun(run) => Document::HintRun(self.hint_run(run)?),
             Operation::Disks => Document::Disks(self.disks()),
             Operation::ResizeDisk(change) => {
-                self.resize_disk(&change)?;
+                self.change_disk(&change, descriptors)?;
                 Document::Disks(self.disks())
             }
             Operation::Limits => Document::Limits(self.limits()),

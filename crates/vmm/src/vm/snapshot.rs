@@ -13,7 +13,7 @@ use crate::clock::{self, GuestClockError};
 use crate::cpu::state::VcpuState;
 use crate::snapshot::processor::Processor;
 use crate::snapshot::state::InterruptControllers;
-use crate::snapshot::{MachineConfig, MachineState, SnapshotError};
+use crate::snapshot::{MachineState, SnapshotError};
 
 impl Vm {
     /// State of a paused machine, except its RAM, which the devices may write to meanwhile.
@@ -26,7 +26,7 @@ impl Vm {
         Ok(MachineState {
             monitor: env!("CARGO_PKG_VERSION").to_owned(),
             created_unix_ms: u64::try_from(created.as_millis()).unwrap_or(u64::MAX),
-            machine: MachineConfig::of(&self.config),
+            machine: self.described(),
             processor: Processor::of(&self.cpuid),
             vcpus,
             clock,

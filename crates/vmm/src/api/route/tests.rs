@@ -54,6 +54,7 @@ fn finds_every_operation() {
             Operation::ResizeDisk(DiskResize {
                 device: "disk1".to_owned(),
                 size_bytes: Some(4096),
+                path: None,
             }),
         ),
         ("GET", "/limits", "", Operation::Limits),

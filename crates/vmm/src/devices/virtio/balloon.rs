@@ -4,8 +4,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_abi::Order;
+use ebb_abi::PageRange;
 use ebb_abi::balloon::{DEVICE_ID, Feature, Features};
-use ebb_balloon::{Balloon, BalloonConfig, BalloonError, HintSink, ReportCheck};
+use ebb_balloon::{
+    Balloon, BalloonConfig, BalloonError, HintEnd, HintPhase, HintSink, ReportCheck,
+};
 use ebb_guest_ram::GuestRam;
 use virtio_queue::{Queue, QueueState};
 
@@ -17,6 +20,24 @@ use crate::config::{BalloonDeviceConfig, Switch};
 /// buffer.
 const FLUSH_AFTER: Duration = Duration::from_millis(10);
 
+/// What follows when the driver has named its free pages in a run of the operator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AfterHints {
+    /// It may use them again at once.
+    Release,
+    /// It keeps them aside until the run is stopped.
+    Keep,
+}
+
+/// Takes hints that are only counted: nothing is ever discarded on a hint.
+struct Counted;
+
+impl HintSink for Counted {
+    fn hint(&mut self, _: &[PageRange]) {}
+
+    fn ended(&mut self, _: HintEnd) {}
+}
+
 /// The device with its timers.
 pub struct BalloonDevice {
     balloon: Balloon,
@@ -24,6 +45,8 @@ pub struct BalloonDevice {
     flush_at: Option<Instant>,
     poll_at: Option<Instant>,
     check: ReportCheck,
+    /// A run of hints that the operator has started.
+    hint_run: Option<AfterHints>,
 }
 
 fn features(config: &BalloonDeviceConfig) -> Features {
@@ -57,7 +80,7 @@ impl BalloonDevice {
         };
         let mut balloon = Balloon::new(config, ram.clone())?;
         balloon.set_report_check(check);
-        Ok(Self { balloon, ram, flush_at: None, poll_at: None, check })
+        Ok(Self { balloon, ram, flush_at: None, poll_at: None, check, hint_run: None })
     }
 
     /// The device core.
@@ -91,6 +114,21 @@ impl BalloonDevice {
     pub fn set_statistics_interval(&mut self, interval: Option<Duration>) {
         self.balloon.set_statistics_interval(interval);
         self.poll_at = interval.map(|_| Instant::now());
+    }
+
+    /// Starts a run of hints, after the end of an earlier one. The configuration changes: the
+    /// caller notifies the driver.
+    pub fn start_hint_run(&mut self, after: AfterHints) -> Result<(), BalloonError> {
+        self.stop_hint_run();
+        self.balloon.start_hinting(Box::new(Counted))?;
+        self.hint_run = Some(after);
+        Ok(())
+    }
+
+    /// Ends the run, so that the driver may use all of its pages. Returns whether the configuration
+    /// has changed.
+    pub fn stop_hint_run(&mut self) -> bool {
+        self.hint_run.take().is_some() && self.balloon.finish_hinting()
     }
 
     /// Discards the pages kept back for a whole huge page.
@@ -130,10 +168,13 @@ impl VirtioDevice for BalloonDevice {
     fn process_queue(&mut self, index: usize) -> Work {
         let progress = self.balloon.process_queue(index);
         self.flush_at = progress.pending.then(|| Instant::now() + FLUSH_AFTER);
+        let is_complete = self.hint_run == Some(AfterHints::Release)
+            && self.balloon.hint_phase() == HintPhase::Stopped;
         Work {
             interrupt: progress.interrupt,
             more: progress.more,
             deferred: progress.due,
+            config_changed: is_complete && self.stop_hint_run(),
             ..Work::default()
         }
     }
@@ -164,8 +205,14 @@ impl VirtioDevice for BalloonDevice {
         self.flush();
     }
 
+    fn finish_requests(&mut self) -> Work {
+        // Neither a snapshot nor another monitor knows of the run.
+        Work { config_changed: self.stop_hint_run(), ..Work::default() }
+    }
+
     fn reset(&mut self) {
         self.balloon.reset();
+        self.hint_run = None;
         self.flush_at = None;
         self.poll_at = None;
     }

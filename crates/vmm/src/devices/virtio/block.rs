@@ -6,13 +6,13 @@
 
 use std::fs::File;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
 use ebb_guest_ram::GuestMemory;
 use rustix::event::PollFlags;
-use rustix::fs::{Advice, FlockOperation};
+use rustix::fs::{Advice, FileType, FlockOperation};
 use virtio_bindings::virtio_blk as blk;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use virtio_queue::{Queue, QueueState, QueueT};
@@ -41,7 +41,7 @@ mod request;
 use disk::{Disk, Done, Durability, to_sectors};
 #[cfg(any(test, feature = "testing"))]
 pub use fuzzing::fuzz_qcow2_images;
-pub use open::{DiskError, DiskLock, ResizeError, modified_unix_ns};
+pub use open::{DiskError, DiskLock, ReplaceError, ResizeError, modified_unix_ns};
 use open::{Opened, lock};
 use pool::Pool;
 pub(crate) use raw::BLKDISCARD;
@@ -135,7 +135,7 @@ impl Block {
         filters: &Filters,
         exit: &Arc<ExitSignal>,
     ) -> io::Result<()> {
-        self.pool = Some(Pool::start(&self.disk, name, THREADS, filters, exit)?);
+        self.pool = Some(Pool::start(name, THREADS, filters, exit)?);
         Ok(())
     }
 
@@ -191,6 +191,83 @@ impl Block {
         Ok(bytes)
     }
 
+    /// Path of its image, or of the one that it is an overlay of.
+    pub fn path(&self) -> &Path {
+        &self.base_path
+    }
+
+    /// Whether the guest's writes are refused.
+    pub fn readonly(&self) -> Switch {
+        if self.readonly { Switch::On } else { Switch::Off }
+    }
+
+    /// Gives the disk another image, or its own with another size: `files` are open for it, two for
+    /// a disk that is written to. No request is in flight; the caller notifies the driver.
+    ///
+    /// # Errors
+    /// The image cannot be used; the disk is unchanged.
+    pub fn replace(&mut self, path: &Path, files: Vec<File>) -> Result<(), ReplaceError> {
+        let old = &self.disk.image;
+        if old.base_file().is_some() {
+            return Err(ReplaceError::Option { option: "overlay" });
+        }
+        if old.is_direct() {
+            return Err(ReplaceError::Option { option: "direct=on" });
+        }
+        let mut files = files.into_iter();
+        let (file, writeback) = match (files.next(), files.next(), files.next()) {
+            (Some(file), None, None) if self.readonly => (file, None),
+            (Some(file), Some(again), None) if !self.readonly => (file, Some(again)),
+            _ if self.readonly => return Err(ReplaceError::Files("one open file is needed")),
+            _ => return Err(ReplaceError::Files("two open files of the image are needed")),
+        };
+        let identity = |file: &File| {
+            let stat = rustix::fs::fstat(file).ok()?;
+            let kind = FileType::from_raw_mode(stat.st_mode);
+            let is_image = matches!(kind, FileType::RegularFile | FileType::BlockDevice);
+            is_image.then_some((stat.st_dev, stat.st_ino))
+        };
+        let id = identity(&file)
+            .ok_or(ReplaceError::Files("it is neither a file nor a block device"))?;
+        if writeback.as_ref().is_some_and(|again| identity(again) != Some(id)) {
+            return Err(ReplaceError::Files("the two open files are not the same"));
+        }
+        let (most_bytes, format) = (self.most_bytes, old.format());
+        let fitting = |bytes: u64| {
+            let error = ResizeError::TooLarge { bytes, most_bytes };
+            if bytes > most_bytes { Err(ReplaceError::Size(error)) } else { Ok(()) }
+        };
+        if identity(old.file()) == Some(id) {
+            // It is locked already.
+            let failed = |source| DiskError::Open { path: path.to_owned(), source };
+            let bytes = old.size_bytes().map_err(failed)?;
+            fitting(bytes)?;
+            self.disk.set_sectors(to_sectors(bytes));
+            return Ok(());
+        }
+        // Refused with EBADF if it is open for reading only (pwrite(2)).
+        if !self.readonly && rustix::io::pwrite(&file, &[], 0).is_err() {
+            return Err(ReplaceError::Files("the first file is not open for writing"));
+        }
+        let opened = Opened::replacing(file, writeback, path, format, self.readonly())?;
+        fitting(opened.bytes)?;
+        old.write_tables().map_err(ReplaceError::Tables)?;
+        if format == DiskFormat::Raw {
+            // What is still to be written back is in the page cache, for every reader. After an
+            // error, the lock stays until it is written.
+            let _ = rustix::fs::flock(old.file(), FlockOperation::Unlock);
+        }
+        let disk = self.disk.with_image(opened.image, to_sectors(opened.bytes));
+        let old = std::mem::replace(&mut self.disk, Arc::new(disk));
+        // The calling thread may not sync files.
+        if let Some(pool) = self.pool.as_ref().filter(|_| !self.readonly) {
+            pool.write_back(old);
+        }
+        self.writeback = opened.writeback;
+        (self.path, self.base_path) = (path.to_owned(), path.to_owned());
+        Ok(())
+    }
+
     fn bounds(&self) -> Bounds {
         Bounds {
             sectors: self.disk.sectors(),
@@ -222,7 +299,7 @@ impl Block {
             None
         };
         if at_once.is_none() {
-            pool.submit(request, self.durability);
+            pool.submit(&self.disk, request, self.durability);
         }
         at_once
     }
@@ -420,7 +497,7 @@ impl VirtioDevice for Block {
     }
 
     fn acquire_exclusive(&mut self) -> Result<(), String> {
-        let readonly = if self.readonly { Switch::On } else { Switch::Off };
+        let readonly = self.readonly();
         let image = &self.disk.image;
         let file = image.file();
         if let Some(base) = image.base_file() {

@@ -178,11 +178,15 @@ fn send_one(
         },
         4 => Some(Request::Publish),
         5 => Some(Request::Discard),
-        _ => {
+        choice => {
             let mut path = scene.join(input.one(&PATHS)).into_os_string();
             let length = if input.rarely() { input.below(20) } else { 0 };
             path.push(OsStr::from_bytes(input.take(length)));
-            Some(Request::Create { path: path.into() })
+            let path = PathBuf::from(path);
+            // Nothing here is below a directory for images.
+            let open = choice == 7 && input.rarely();
+            let readonly = if input.rarely() { Switch::On } else { Switch::Off };
+            Some(if open { Request::Open { path, readonly } } else { Request::Create { path } })
         }
     };
     let more = if input.rarely() { input.below(60) } else { 0 };

@@ -34,6 +34,9 @@ pub(super) enum Request {
     /// Serve requests for files below `path`, the directory that comes with the message. Only
     /// before `Begin`.
     Allow { path: PathBuf },
+    /// Serve [`Open`](Self::Open) requests for images below `path`, the directory that comes with
+    /// the message. Only before `Begin`.
+    AllowImages { path: PathBuf },
     /// Serve [`Connect`] requests on the socket that comes with the message, for sockets in the
     /// directory that comes before it: their names are `name`, `_` and a port. Only before `Begin`.
     Vsock { name: OsString },
@@ -44,6 +47,9 @@ pub(super) enum Request {
     /// Create the file of a snapshot, which comes with the answer. One at a time: until it is
     /// published or discarded, further ones are refused.
     Create { path: PathBuf },
+    /// Open an image, which comes with the answer; one that is to be written comes twice, the
+    /// second time for reading only, each from an open(2) of its own.
+    Open { path: PathBuf, readonly: Switch },
     /// Give that file, which is complete, its name.
     Publish,
     /// Remove it.
@@ -56,7 +62,11 @@ impl Request {
     pub(super) fn is_answered(&self) -> bool {
         !matches!(
             self,
-            Self::Keep { .. } | Self::KeepCgroup { .. } | Self::Allow { .. } | Self::Vsock { .. }
+            Self::Keep { .. }
+                | Self::KeepCgroup { .. }
+                | Self::Allow { .. }
+                | Self::AllowImages { .. }
+                | Self::Vsock { .. }
         )
     }
 }

@@ -207,6 +207,12 @@ impl Companion {
         self.prepare(&Request::Allow { path: directory.path.clone() }, &[directory.open.as_fd()])
     }
 
+    /// Lets the companion open images below a directory. Only before [`begin`](Self::begin).
+    pub(super) fn allow_images(&self, directory: &AllowedDirectory) -> Result<(), CompanionError> {
+        let request = Request::AllowImages { path: directory.path.clone() };
+        self.prepare(&request, &[directory.open.as_fd()])
+    }
+
     /// Sends a request that has no answer: the machine is built while the companion starts.
     fn prepare(
         &self,
@@ -226,6 +232,17 @@ impl Companion {
             CompanionError::Gone(io::Error::new(io::ErrorKind::InvalidData, "no file came"))
         })?;
         Ok((file, NewFile { companion: self.clone(), is_published: false }))
+    }
+
+    /// Opens an image below a directory for images. One that is to be written comes twice: the
+    /// second file is for reading only.
+    pub(crate) fn open_image(
+        &self,
+        path: &Path,
+        readonly: Switch,
+    ) -> Result<Vec<OwnedFd>, CompanionError> {
+        let request = Request::Open { path: path.to_owned(), readonly };
+        self.call(&request, &[]).map(|(_, files)| files)
     }
 
     /// Makes the companion give up the rights that it does not need, and waits until it has.

@@ -11,7 +11,7 @@ use landlock::{
     ABI, Access as _, AccessFs, AccessNet, PathBeneath, Ruleset, RulesetAttr as _,
     RulesetCreatedAttr as _, RulesetError,
 };
-use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
 use super::message::{self, Reply, Request};
@@ -42,6 +42,8 @@ struct Server {
     cgroup: Option<(OwnedFd, OsString)>,
     /// Directories below which files are created.
     allowed: Vec<(PathBuf, OwnedFd)>,
+    /// Directories below which images are opened.
+    images: Vec<(PathBuf, OwnedFd)>,
     /// Requests of a vsock device, until they are served.
     vsock: Option<VsockServer>,
     /// The thread that serves them.
@@ -69,11 +71,11 @@ pub(super) fn serve_on(socket: &OwnedFd) -> io::Result<()> {
                 let is_answered = request.is_answered();
                 let result = server.serve(request, descriptors);
                 if is_answered {
-                    let (error, file) = match result {
-                        Ok(file) => (None, file),
-                        Err(problem) => (Some(problem), None),
+                    let (error, files) = match result {
+                        Ok(files) => (None, files),
+                        Err(problem) => (Some(problem), Vec::new()),
                     };
-                    let files: Vec<_> = file.iter().map(AsFd::as_fd).collect();
+                    let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
                     // Without a reader, the next read finds the end.
                     let _ = message::send(socket, &Reply { error }, &files);
                 } else if let Err(problem) = result {
@@ -113,16 +115,17 @@ fn remove_cgroup(parent: &OwnedFd, name: &OsStr) {
 }
 
 impl Server {
-    /// Does what is requested; returns a file that comes with the answer.
+    /// Does what is requested; returns the files that come with the answer.
     fn serve(
         &mut self,
         request: Request,
         descriptors: Vec<OwnedFd>,
-    ) -> Result<Option<OwnedFd>, String> {
+    ) -> Result<Vec<OwnedFd>, String> {
         match request {
             Request::Keep { .. }
             | Request::KeepCgroup { .. }
             | Request::Allow { .. }
+            | Request::AllowImages { .. }
             | Request::Vsock { .. }
             | Request::Begin { .. }
                 if self.has_begun =>
@@ -138,6 +141,7 @@ impl Server {
             }
             Request::KeepCgroup { name } => self.cgroup = Some((only(descriptors)?, name)),
             Request::Allow { path } => self.allowed.push((path, only(descriptors)?)),
+            Request::AllowImages { path } => self.images.push((path, only(descriptors)?)),
             Request::Vsock { name } => {
                 let [directory, socket] = <[OwnedFd; 2]>::try_from(descriptors)
                     .map_err(|_| "a directory and a socket are needed".to_owned())?;
@@ -162,48 +166,61 @@ impl Server {
                 let new = self.create(&path)?;
                 let file = new.file().try_clone().map_err(|error| error.to_string())?;
                 self.snapshot = Some(new);
-                return Ok(Some(file.into()));
+                return Ok(vec![file.into()]);
             }
+            Request::Open { path, readonly } => return self.open(&path, readonly),
             Request::Publish => {
                 let new = self.snapshot.take().ok_or("there is no file to publish")?;
                 new.publish().map_err(|error| error.to_string())?;
             }
             Request::Discard => self.snapshot = None,
         }
-        Ok(None)
+        Ok(Vec::new())
     }
 
     /// Creates the file of a snapshot below one of the allowed directories.
     fn create(&self, path: &Path) -> Result<NewSnapshot, String> {
-        let mut below = self.allowed.iter().filter_map(|allowed| {
-            let inside = path.strip_prefix(&allowed.0).ok()?;
-            Some((allowed, inside)).filter(|(_, inside)| inside.file_name().is_some())
-        });
-        let ((name, top), inside) = below.next().ok_or_else(|| self.not_allowed(path))?;
+        let (name, top, inside) =
+            below(&self.allowed, path).ok_or_else(|| not_allowed(&self.allowed, path))?;
         check_in_place(name, top)?;
         let parent = inside.parent().filter(|parent| !parent.as_os_str().is_empty());
-        // The kernel refuses whatever leads out of the directory: `..` and links.
-        let directory = rustix::fs::openat2(
-            top,
-            parent.unwrap_or(Path::new(".")),
-            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
-            Mode::empty(),
-            ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS,
-        );
+        let directory =
+            open_beneath(top, parent.unwrap_or(Path::new(".")), OFlags::RDONLY | OFlags::DIRECTORY);
         let directory = directory.map_err(|errno| match errno {
-            Errno::XDEV => self.not_allowed(path),
+            Errno::XDEV => not_allowed(&self.allowed, path),
             errno => format!("cannot open the directory of {}: {errno}", path.display()),
         })?;
         NewSnapshot::create_in(directory, path).map_err(|error| error.to_string())
     }
 
-    fn not_allowed(&self, path: &Path) -> String {
-        let tops = self.allowed.iter().map(|(top, _)| top.display().to_string());
-        let tops: Vec<_> = tops.collect();
-        if tops.is_empty() {
-            return NO_DIRECTORY.to_owned();
+    /// Opens an image below one of the directories for them.
+    fn open(&self, path: &Path, readonly: Switch) -> Result<Vec<OwnedFd>, String> {
+        let refused = || not_allowed(&self.images, path);
+        let (_, top, inside) = below(&self.images, path).ok_or_else(refused)?;
+        let open = |access: OFlags| {
+            // The other end of a FIFO is not waited for.
+            let flags = access | OFlags::NONBLOCK | OFlags::NOCTTY;
+            let file = open_beneath(top, inside, flags).map_err(|errno| match errno {
+                Errno::XDEV => refused(),
+                errno => io::Error::from(errno).to_string(),
+            })?;
+            let stat = rustix::fs::fstat(&file).map_err(|errno| errno.to_string())?;
+            match FileType::from_raw_mode(stat.st_mode) {
+                FileType::RegularFile | FileType::BlockDevice => {
+                    Ok((file, (stat.st_dev, stat.st_ino)))
+                }
+                FileType::Directory => Err(io::Error::from(Errno::ISDIR).to_string()),
+                _ => Err("it is neither a file nor a block device".to_owned()),
+            }
+        };
+        if readonly.is_on() {
+            return Ok(vec![open(OFlags::RDONLY)?.0]);
         }
-        format!("{} is not below {} (--allow-dir)", path.display(), tops.join(" or "))
+        let (writable, again) = (open(OFlags::RDWR)?, open(OFlags::RDONLY)?);
+        if writable.1 != again.1 {
+            return Err("it was replaced meanwhile".to_owned());
+        }
+        Ok(vec![writable.0, again.0])
     }
 
     /// Gives up capabilities, system calls, and all files but those of the directories. The user
@@ -230,7 +247,10 @@ impl Server {
             | AccessFs::MakeReg
             | AccessFs::RemoveFile
             | AccessFs::Refer;
-        let files = self.allowed.iter().map(|(_, directory)| (directory, writes));
+        let images = self.images.iter().map(|(_, directory)| {
+            (directory, AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::WriteFile)
+        });
+        let files = self.allowed.iter().map(|(_, directory)| (directory, writes)).chain(images);
         let cgroup = self.cgroup.iter().map(|(parent, _)| (parent, AccessFs::RemoveDir.into()));
         let rules = names
             .chain(cgroup)
@@ -244,6 +264,32 @@ impl Server {
             .add_rules(rules)?;
         ruleset.restrict_self().map(drop)
     }
+}
+
+/// The first of some directories, with its name, that a path is below, and the rest of the path.
+fn below<'a>(
+    directories: &'a [(PathBuf, OwnedFd)],
+    path: &'a Path,
+) -> Option<(&'a Path, &'a OwnedFd, &'a Path)> {
+    directories.iter().find_map(|(name, top)| {
+        let inside = path.strip_prefix(name).ok().filter(|inside| inside.file_name().is_some())?;
+        Some((name.as_path(), top, inside))
+    })
+}
+
+/// Opens what is below a directory. The kernel refuses whatever leads out of it: `..` and links.
+fn open_beneath(top: &OwnedFd, inside: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+    rustix::fs::openat2(top, inside, flags | OFlags::CLOEXEC, Mode::empty(), resolve)
+}
+
+fn not_allowed(directories: &[(PathBuf, OwnedFd)], path: &Path) -> String {
+    let tops = directories.iter().map(|(top, _)| top.display().to_string());
+    let tops: Vec<_> = tops.collect();
+    if tops.is_empty() {
+        return NO_DIRECTORY.to_owned();
+    }
+    format!("{} is not below {} (--allow-dir)", path.display(), tops.join(" or "))
 }
 
 /// Refuses a directory that no longer has its name: the client would not find the file there.

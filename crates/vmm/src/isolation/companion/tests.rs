@@ -137,6 +137,55 @@ fn files_are_created_below_allowed_directories_only() {
 }
 
 #[test]
+fn images_are_opened_below_their_directories_only() {
+    use std::os::unix::fs::MetadataExt as _;
+
+    use rustix::fs::FileType;
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    for name in ["files", "images", "images/folder", "no"] {
+        std::fs::create_dir(path(name)).unwrap();
+    }
+    for name in ["files/a", "images/a", "no/a"] {
+        std::fs::write(path(name), [0; 512]).unwrap();
+    }
+    std::os::unix::fs::symlink(path("no"), path("images/link")).unwrap();
+    std::os::unix::fs::symlink("a", path("images/short")).unwrap();
+    rustix::fs::mknodat(rustix::fs::CWD, path("images/fifo"), FileType::Fifo, Mode::RWXU, 0)
+        .unwrap();
+    let (companion, _thread) = companion();
+    companion.allow(&AllowedDirectory::open(&path("files")).unwrap()).unwrap();
+    companion.allow_images(&AllowedDirectory::open(&path("images")).unwrap()).unwrap();
+    companion.begin(Switch::On).unwrap();
+    for (name, words) in [
+        ("files/a", "is not below"),
+        ("no/a", "is not below"),
+        ("images/link/a", "is not below"),
+        ("images/../no/a", "is not below"),
+        ("images", "is not below"),
+        ("images/missing", "No such file or directory (os error 2)"),
+        ("images/folder", "Is a directory (os error 21)"),
+        ("images/fifo", "neither a file nor a block device"),
+    ] {
+        for readonly in [Switch::On, Switch::Off] {
+            let error = companion.open_image(&path(name), readonly).unwrap_err();
+            assert!(error.to_string().contains(words), "{name}: {error}");
+        }
+    }
+    for name in ["images/a", "images/short"] {
+        let inode = std::fs::metadata(path(name)).unwrap().ino();
+        for (readonly, count) in [(Switch::On, 1), (Switch::Off, 2)] {
+            let files = companion.open_image(&path(name), readonly).unwrap();
+            assert_eq!(files.len(), count);
+            for file in files {
+                assert_eq!(std::fs::File::from(file).metadata().unwrap().ino(), inode);
+            }
+        }
+    }
+    assert!(companion.create(&path("images/new")).is_err());
+}
+
+#[test]
 fn a_directory_that_moves_away_is_an_error_and_no_harm() {
     use std::fs::{create_dir, read_dir, remove_dir, rename};
     let directory = tempfile::tempdir().unwrap();

@@ -5,7 +5,6 @@ use std::sync::atomic::Ordering;
 use super::description::{Description, Here, MemoryRegion};
 use crate::api::vm::VmState;
 use crate::clock::GuestClockError;
-use crate::snapshot::MachineConfig;
 use crate::snapshot::processor::Processor;
 use crate::vm::{Vm, VmError, lock};
 
@@ -13,7 +12,7 @@ impl Vm {
     /// Describes the machine for its destination.
     pub(super) fn describe(&self) -> Result<Description, VmError> {
         let tsc = self.tsc.ok_or(GuestClockError::NoFrequency)?;
-        let machine = MachineConfig::of(&self.config);
+        let machine = self.described();
         let here = self.here();
         Ok(Description {
             machine,

@@ -199,3 +199,42 @@ fn a_restored_machine_also_overwrites_pages() {
         (0, 2)
     );
 }
+
+/// Runs of hints: one that ends with the driver's last hint, one that ends when it is stopped, and
+/// one that a pause ends. Nothing is discarded.
+#[test]
+fn a_run_of_hints_ends_and_discards_nothing() {
+    let config = without_extension();
+    let mut machine = Machine::new(&config, STOCK);
+    let commands = |machine: &Machine| machine.transport.device().balloon().hint_commands();
+    assert_eq!(commands(&machine), (0, None));
+    for (after, ends_itself) in [(AfterHints::Release, true), (AfterHints::Keep, false)] {
+        machine.transport.device_mut().start_hint_run(after).unwrap();
+        let (id, _) = commands(&machine);
+        assert!(id >= 2);
+        let number = machine.guest.buffer(&id.to_le_bytes());
+        let block = Buffer { address: 0x40_0000, length: 0x20_0000, writable: true };
+        let stop = machine.guest.buffer(&0_u32.to_le_bytes());
+        for buffer in [number, block] {
+            machine.guest.offer(QueueKind::FreePageHint, &[buffer]);
+        }
+        machine.kick(QueueKind::FreePageHint);
+        assert_eq!(commands(&machine), (id, Some(id)));
+        machine.guest.offer(QueueKind::FreePageHint, &[stop]);
+        machine.kick(QueueKind::FreePageHint);
+        assert_eq!(commands(&machine), (if ends_itself { 1 } else { id }, Some(0)));
+    }
+    assert!(machine.transport.device_mut().stop_hint_run());
+    assert!(!machine.transport.device_mut().stop_hint_run());
+    assert_eq!(commands(&machine), (1, Some(0)));
+    // A run takes the place of the one before, and ends with a pause.
+    for _ in 0..2 {
+        machine.transport.device_mut().start_hint_run(AfterHints::Keep).unwrap();
+    }
+    machine.transport.quiesce();
+    assert_eq!(commands(&machine).0, 1);
+    assert_eq!(machine.transport.device().balloon().hint_phase(), HintPhase::Idle);
+    assert_eq!(machine.discarded_bytes(), 0);
+    let mut other = Machine::new(&config, STOCK.without(Feature::FreePageHint));
+    other.transport.device_mut().start_hint_run(AfterHints::Keep).unwrap_err();
+}

@@ -1,6 +1,7 @@
 //! Execution of requests, by any thread of a disk and without the transport's lock.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ebb_guest_ram::GuestMemory;
@@ -19,7 +20,7 @@ pub(super) struct Disk {
     /// Size that the guest knows.
     sectors: AtomicU64,
     name: [u8; blk::VIRTIO_BLK_ID_BYTES as usize],
-    pub counters: Counters,
+    pub counters: Arc<Counters>,
 }
 
 /// Counts of completed requests.
@@ -61,7 +62,18 @@ impl Disk {
         let text = format!("ebb-disk-{index}");
         name.iter_mut().zip(text.bytes()).for_each(|(to, from)| *to = from);
         let sectors = AtomicU64::new(sectors);
-        Self { image, memory, sectors, name, counters: Counters::default() }
+        Self { image, memory, sectors, name, counters: Arc::default() }
+    }
+
+    /// The same disk with another image.
+    pub fn with_image(&self, image: Image, sectors: u64) -> Self {
+        Self {
+            image,
+            memory: self.memory.clone(),
+            sectors: AtomicU64::new(sectors),
+            name: self.name,
+            counters: self.counters.clone(),
+        }
     }
 
     pub fn sectors(&self) -> u64 {

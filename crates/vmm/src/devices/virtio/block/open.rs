@@ -131,6 +131,33 @@ impl Opened {
             }
             Image::Raw(raw)
         };
+        Self::of(image, writeback, path)
+    }
+
+    /// Takes the files of an image for a machine that runs, and locks it. Its format is that of the
+    /// image whose place it takes; it is no overlay.
+    pub fn replacing(
+        file: File,
+        writeback: Option<File>,
+        path: &Path,
+        format: DiskFormat,
+        readonly: Switch,
+    ) -> Result<Self, DiskError> {
+        lock(&file, path, readonly)?;
+        let image = match format {
+            DiskFormat::Raw => Image::Raw(Raw::of_open(file)),
+            DiskFormat::Qcow2 => {
+                let qcow2 = Qcow2::new(file, None, readonly.is_on());
+                let loaded = qcow2.and_then(|qcow2| qcow2.load().map(|()| qcow2));
+                let failed = |source| DiskError::Format { path: path.to_owned(), source };
+                Image::Qcow2(loaded.map_err(failed)?)
+            }
+        };
+        Self::of(image, writeback, path)
+    }
+
+    fn of(image: Image, writeback: Option<File>, path: &Path) -> Result<Self, DiskError> {
+        let open = |source| DiskError::Open { path: path.to_owned(), source };
         let bytes = image.size_bytes().map_err(open)?;
         let block_bytes = image.block_bytes();
         if !bytes.is_multiple_of(u64::from(block_bytes)) {
@@ -208,6 +235,29 @@ pub enum ResizeError {
     /// The image's size cannot be read or changed.
     #[error("the size of its image: {0}")]
     Image(io::Error),
+}
+
+/// Why a disk cannot have another image.
+#[derive(Debug, Error)]
+pub enum ReplaceError {
+    /// The disk is an overlay, or bypasses the page cache.
+    #[error("the image of a disk with {option} cannot be replaced")]
+    Option {
+        /// The option.
+        option: &'static str,
+    },
+    /// Not as many files as the disk needs, or of another kind.
+    #[error("{0}")]
+    Files(&'static str),
+    /// The image cannot be used.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
+    /// The monitor has limited the sizes of its files.
+    #[error(transparent)]
+    Size(ResizeError),
+    /// The tables of the old image cannot be written.
+    #[error("the tables of the old image cannot be written: {0}")]
+    Tables(io::Error),
 }
 
 /// When a disk is locked against other processes.

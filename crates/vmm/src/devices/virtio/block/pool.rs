@@ -38,9 +38,16 @@ struct Shared {
     done: Arc<OwnedFd>,
 }
 
+/// What a thread does next.
+enum Job {
+    Execute(Arc<Disk>, Request, Durability),
+    /// Writes back an image that has left its disk.
+    WriteBack(Arc<Disk>),
+}
+
 #[derive(Default)]
 struct State {
-    waiting: VecDeque<(Request, Durability)>,
+    waiting: VecDeque<Job>,
     /// Requests that threads execute.
     running: usize,
     done: Vec<Done>,
@@ -54,12 +61,11 @@ impl State {
 }
 
 impl Pool {
-    /// Starts `threads` threads for `disk`.
+    /// Starts `threads` threads.
     ///
     /// # Errors
     /// A thread or its event could not be made.
     pub fn start(
-        disk: &Arc<Disk>,
         name: &str,
         threads: usize,
         filters: &Filters,
@@ -74,12 +80,12 @@ impl Pool {
         });
         let mut pool = Self { shared, threads: Vec::with_capacity(threads), exit: exit.clone() };
         for thread in 0..threads {
-            let (shared, disk, exit) = (pool.shared.clone(), disk.clone(), exit.clone());
+            let (shared, exit) = (pool.shared.clone(), exit.clone());
             let filter = filters.for_thread(ThreadKind::Disk);
             let thread =
                 std::thread::Builder::new().name(format!("{name}-{thread}")).spawn(move || {
                     match filter.apply() {
-                        Ok(()) => shared.work(&disk),
+                        Ok(()) => shared.work(),
                         Err(error) => exit.raise(GuestExit::Monitor { message: error.to_string() }),
                     }
                 })?;
@@ -88,9 +94,15 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Gives a request to the threads.
-    pub fn submit(&self, request: Request, durability: Durability) {
-        self.shared.lock().waiting.push_back((request, durability));
+    /// Gives a request of `disk` to the threads.
+    pub fn submit(&self, disk: &Arc<Disk>, request: Request, durability: Durability) {
+        self.shared.lock().waiting.push_back(Job::Execute(disk.clone(), request, durability));
+        self.shared.submitted.notify_one();
+    }
+
+    /// Writes the image of a disk back that has another one now, without waiting for it.
+    pub fn write_back(&self, old: Arc<Disk>) {
+        self.shared.lock().waiting.push_back(Job::WriteBack(old));
         self.shared.submitted.notify_one();
     }
 
@@ -146,10 +158,10 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn work(&self, disk: &Disk) {
+    fn work(&self) {
         let mut state = self.lock();
         loop {
-            let Some((request, durability)) = state.waiting.pop_front() else {
+            let Some(job) = state.waiting.pop_front() else {
                 if state.ending {
                     return;
                 }
@@ -158,11 +170,21 @@ impl Shared {
             };
             state.running += 1;
             drop(state);
-            let done = disk.execute(&request, durability);
+            // Both close the image, if the disk has another one by now.
+            let done = match job {
+                Job::Execute(disk, request, durability) => Some(disk.execute(&request, durability)),
+                Job::WriteBack(old) => {
+                    if let Err(error) = old.image.flush() {
+                        tracing::warn!("an image that was replaced: {error}");
+                    }
+                    None
+                }
+            };
             state = self.lock();
             state.running -= 1;
-            state.done.push(done);
-            if state.done.len() == 1 {
+            let is_first = done.is_some() && state.done.is_empty();
+            state.done.extend(done);
+            if is_first {
                 // Its counter cannot be full: it is read before it is written again.
                 let _ = rustix::io::write(&*self.done, &1_u64.to_ne_bytes());
             }

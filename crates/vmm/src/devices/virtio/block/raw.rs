@@ -53,16 +53,22 @@ enum Target {
 impl Raw {
     /// An image behind the page cache.
     pub fn new(file: File) -> Self {
-        let target = if is_block_device(&file) { Target::Device } else { Target::File };
         let in_memory =
             rustix::fs::fstatfs(&file).is_ok_and(|system| system.f_type == libc::TMPFS_MAGIC);
+        Self { in_memory, ..Self::of_open(file) }
+    }
+
+    /// As [`new`](Self::new), without a look at its file system, which takes a system call that the
+    /// API's thread does not have.
+    pub fn of_open(file: File) -> Self {
+        let target = if is_block_device(&file) { Target::Device } else { Target::File };
         Self {
             file,
             target,
             direct_block_bytes: None,
             no_holes: AtomicBool::new(false),
             no_zeros: AtomicBool::new(false),
-            in_memory,
+            in_memory: false,
             reads_wait: AtomicBool::new(false),
             writes_wait: AtomicBool::new(false),
         }

@@ -8,6 +8,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use virtio_queue::QueueT;
 use vm_memory::{Bytes, GuestAddress};
 
+use super::driver::Driver;
 use super::image::Image;
 use super::raw::Raw;
 use super::*;
@@ -263,4 +264,103 @@ fn an_indirect_table_is_no_longer_than_the_queue() {
         let found: u8 = memory.read_obj(GuestAddress(STATUS)).unwrap();
         assert_eq!(found, status, "{descriptors}");
     }
+}
+
+/// Opens an image as a client or the companion does.
+fn files(path: &Path) -> Vec<File> {
+    let writable = OpenOptions::new().read(true).write(true).open(path).unwrap();
+    vec![writable, File::open(path).unwrap()]
+}
+
+#[test]
+fn another_image_takes_the_place_of_the_first_one() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    for (name, bytes) in [("a", 8192), ("b", 4096), ("odd", 700), ("large", (64 << 30) + 512)] {
+        File::create(path(name)).unwrap().set_len(bytes).unwrap();
+    }
+    let mut driver = Driver::new();
+    let config = DiskConfig { path: path("a"), ..DiskConfig::default() };
+    let mut disk = Block::open(&config, 0, driver.memory.clone(), DiskLock::Now).unwrap();
+    let exit = Arc::new(ExitSignal::new().unwrap());
+    disk.start_threads("disk0", &Filters::new(Switch::Off).unwrap(), &exit).unwrap();
+    disk.activate(FLUSH, vec![Driver::queue()]).unwrap();
+    assert_eq!(driver.request(&mut disk, blk::VIRTIO_BLK_T_OUT, 0, &[7; 512]), 0);
+
+    let problem = |disk: &mut Block, name: &str, files: Vec<File>| {
+        disk.replace(&path(name), files).unwrap_err().to_string()
+    };
+    let other = Block::open(
+        &DiskConfig { path: path("b"), ..DiskConfig::default() },
+        1,
+        driver.memory.clone(),
+        DiskLock::Now,
+    );
+    assert!(problem(&mut disk, "b", files(&path("b"))).contains("in use by another process"));
+    drop(other);
+    assert!(problem(&mut disk, "odd", files(&path("odd"))).contains("not a multiple of 512"));
+    assert!(problem(&mut disk, "large", files(&path("large"))).contains("has provided for"));
+    let reading = || File::open(path("b")).unwrap();
+    assert!(problem(&mut disk, "b", vec![reading()]).contains("two open files"));
+    assert!(problem(&mut disk, "b", vec![reading(), reading()]).contains("open for writing"));
+    let mixed = vec![files(&path("b")).remove(0), File::open(path("a")).unwrap()];
+    assert!(problem(&mut disk, "b", mixed).contains("not the same"));
+    let folder = vec![File::open(directory.path()).unwrap(), reading()];
+    assert!(problem(&mut disk, "b", folder).contains("neither a file nor a block device"));
+    assert_eq!((disk.disk_bytes(), disk.path()), (Some(8192), &*path("a")));
+
+    disk.replace(&path("b"), files(&path("b"))).unwrap();
+    assert_eq!((disk.disk_bytes(), disk.path()), (Some(4096), &*path("b")));
+    assert_eq!(driver.request(&mut disk, blk::VIRTIO_BLK_T_OUT, 1, &[8; 512]), 0);
+    assert_ne!(driver.request(&mut disk, blk::VIRTIO_BLK_T_IN, 8, &[0; 512]), 0);
+    assert_eq!(disk.info().requests.writes, 2);
+    let content = |name: &str| std::fs::read(path(name)).unwrap();
+    assert!(content("a")[..512] == [7; 512] && content("a")[512..1024] == [0; 512]);
+    assert!(content("b")[..512] == [0; 512] && content("b")[512..1024] == [8; 512]);
+    assert!(disk.written_file().unwrap().is_some());
+    // The lock of the first image is free, and that of the second one is not.
+    let lock_of = |name: &str| lock(&reading_of(&path(name)), &path(name), Switch::Off);
+    lock_of("a").unwrap();
+    lock_of("b").unwrap_err();
+
+    // Its own image has another size: smaller ones are accepted too.
+    File::options().write(true).open(path("b")).unwrap().set_len(2048).unwrap();
+    disk.replace(&path("b"), files(&path("b"))).unwrap();
+    assert_eq!(disk.disk_bytes(), Some(2048));
+}
+
+fn reading_of(path: &Path) -> File {
+    File::open(path).unwrap()
+}
+
+#[test]
+fn images_of_some_disks_stay() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    for name in ["base", "other"] {
+        File::create(path(name)).unwrap().set_len(1 << 20).unwrap();
+    }
+    let memory = Driver::new().memory;
+    let config =
+        DiskConfig { path: path("base"), overlay: Some(path("overlay")), ..DiskConfig::default() };
+    let mut disk = Block::open(&config, 0, memory.clone(), DiskLock::Now).unwrap();
+    let error = disk.replace(&path("other"), files(&path("other"))).unwrap_err();
+    assert!(error.to_string().contains("overlay"), "{error}");
+    // An image of another format, and one that is only read.
+    let config = DiskConfig {
+        path: path("overlay"),
+        format: DiskFormat::Qcow2,
+        readonly: Switch::On,
+        ..DiskConfig::default()
+    };
+    drop(disk);
+    let Err(error) = Block::open(&config, 0, memory.clone(), DiskLock::Now) else {
+        panic!("an overlay without its base")
+    };
+    assert!(error.to_string().contains("cannot use the qcow2 image"), "{error}");
+    let config = DiskConfig { path: path("base"), readonly: Switch::On, ..DiskConfig::default() };
+    let mut disk = Block::open(&config, 0, memory, DiskLock::Now).unwrap();
+    disk.replace(&path("other"), files(&path("other"))).unwrap_err();
+    disk.replace(&path("other"), vec![reading_of(&path("other"))]).unwrap();
+    assert!(disk.written_file().unwrap().is_none());
 }
