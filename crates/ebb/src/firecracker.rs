@@ -61,7 +61,8 @@ pub struct Args {
     /// Accepted without effect
     #[arg(long)]
     show_log_origin: bool,
-    /// Accepted without effect
+    /// Log only what this module and those below it say, if it is one of Ebb's: ebb_vmm::api; any
+    /// other is accepted without effect
     #[arg(long, value_name = "MODULE")]
     module: Option<String>,
     /// File or pipe of the metrics
@@ -144,7 +145,8 @@ pub fn arguments(given: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
 impl Args {
     /// How much is logged: `--level` counts more than `general`.
     pub fn log(&self, general: LogArgs) -> LogArgs {
-        self.level.map_or(general, LogArgs::at)
+        let filter = firecracker::log_filter(self.level, self.module.as_deref());
+        filter.map_or(general, |filter| LogArgs::at(&filter))
     }
 }
 
@@ -194,6 +196,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             allowed_directories: args.allowed_directories,
             image_directories: Vec::new(),
         },
+        set_log_filter: ebb_program::set_log_filter,
     };
     let mut is_reboot = false;
     let code = run_machine(args.end, || {

@@ -9,6 +9,7 @@ pub use file::write_whole;
 
 use std::io::Write;
 use std::process::ExitCode;
+use std::sync::OnceLock;
 
 use tracing_subscriber::EnvFilter;
 
@@ -38,6 +39,26 @@ impl LogArgs {
     }
 }
 
+/// Replaces the log's filter.
+type SetFilter = Box<dyn Fn(EnvFilter) -> Result<(), String> + Send + Sync>;
+
+static SET_FILTER: OnceLock<SetFilter> = OnceLock::new();
+
+/// A library that logs each problem of an image, without a limit, and returns it as well, is left
+/// out.
+fn filter_of(text: &str) -> Result<EnvFilter, String> {
+    EnvFilter::try_new(format!("{text},imago=off")).map_err(|error| error.to_string())
+}
+
+/// Logs what passes this filter from now on: a level, or one as in [`LogArgs`].
+///
+/// # Errors
+/// It is no filter.
+pub fn set_log_filter(text: &str) -> Result<(), String> {
+    let filter = filter_of(text)?;
+    SET_FILTER.get().map_or(Ok(()), |set| set(filter))
+}
+
 /// Sets up logging, runs `command` and prints its error. `name` is the program's name; what it logs
 /// and the error are written to `output`, a line at a time.
 pub fn run<W: Write>(
@@ -46,8 +67,7 @@ pub fn run<W: Write>(
     output: impl Fn() -> W + Clone + Send + Sync + 'static,
     command: impl FnOnce() -> anyhow::Result<ExitCode>,
 ) -> ExitCode {
-    // A library that logs each problem of an image, without a limit, and returns it as well.
-    let filter = match EnvFilter::try_new(format!("{},imago=off", log.log)) {
+    let filter = match filter_of(&log.log) {
         Ok(filter) => filter,
         Err(error) => {
             eprintln!("{name}: --log {}: {error}; use a level such as info", log.log);
@@ -60,7 +80,11 @@ pub fn run<W: Write>(
         // Plain text, also in files: another crate can select the feature that colours it.
         .with_ansi(false)
         .without_time()
-        .finish();
+        .with_filter_reloading();
+    let handle = subscriber.reload_handle();
+    let _ = SET_FILTER
+        .set(Box::new(move |filter| handle.reload(filter).map_err(|error| error.to_string())));
+    let subscriber = subscriber.finish();
     // Not `init`: depending on the features selected by other crates, it would also print the
     // output of libraries that use the crate `log`. virtio-queue logs a line there for each invalid
     // register write of a guest, without a limit.

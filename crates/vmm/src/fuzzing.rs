@@ -31,17 +31,19 @@ pub use crate::firecracker::fuzz_request as firecracker_request;
 pub use crate::isolation::{
     fuzz_companion_replies as companion_replies, fuzz_companion_requests as companion_requests,
 };
+pub use crate::mmds::fuzz_frames as mmds_frames;
 pub use crate::vm::fuzz_descriptors as api_descriptors;
 
 /// A fuzz target by name.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 9] = [
+pub const TARGETS: [Target; 10] = [
     ("api_descriptors", api_descriptors),
     ("companion_replies", companion_replies),
     ("companion_requests", companion_requests),
     ("firecracker_request", firecracker_request),
+    ("mmds_frames", mmds_frames),
     ("net_chains", net_chains),
     ("option_texts", option_texts),
     ("qcow2_images", qcow2_images),

@@ -39,6 +39,7 @@ pub mod fuzzing;
 pub mod isolation;
 pub mod layout;
 pub mod log;
+pub mod mmds;
 mod own_pages;
 pub mod probe;
 pub mod seccomp;

@@ -44,6 +44,7 @@ mod fuzz_targets {
     pub mod migration_garbage;
     pub mod migration_receiver;
     pub mod migration_records;
+    pub mod mmds_frames;
     pub mod net_chains;
     pub mod option_texts;
     pub mod qcow2_images;
@@ -72,7 +73,7 @@ macro_rules! targets {
 type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-const TARGETS: [Target; 38] = targets![
+const TARGETS: [Target; 39] = targets![
     api_descriptors,
     api_request,
     balloon_config,
@@ -96,6 +97,7 @@ const TARGETS: [Target; 38] = targets![
     migration_garbage,
     migration_receiver,
     migration_records,
+    mmds_frames,
     net_chains,
     option_texts,
     qcow2_images,

@@ -13,10 +13,11 @@ use serde_json::{Value, json};
 
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, eventually, when};
+use crate::net::{Tap, run};
 
 /// The tests.
 pub const TESTS: &[Test] = &[
-    Test::new("firecracker::life", 240, life),
+    Test::new("firecracker::life", 300, life),
     Test::new("firecracker::config_file", 120, config_file),
 ];
 
@@ -79,9 +80,15 @@ fn life(scene: &Scene) {
     done(&api, "PUT", "/drives/data", &drive);
     let balloon = json!({
         "amount_mib": 0, "deflate_on_oom": true, "stats_polling_interval_s": 1,
-        "free_page_reporting": true,
+        "free_page_reporting": true, "free_page_hinting": true,
     });
     done(&api, "PUT", "/balloon", &balloon);
+    let tap = Tap::new(scene, 3);
+    let network = json!({ "iface_id": "eth0", "host_dev_name": tap.name });
+    done(&api, "PUT", "/network-interfaces/eth0", &network);
+    let metadata = json!({ "version": "V2", "network_interfaces": ["eth0"] });
+    done(&api, "PUT", "/mmds/config", &metadata);
+    done(&api, "PUT", "/mmds", &json!({ "latest": { "name": "life" } }));
     done(&api, "PUT", "/metrics", &json!({ "metrics_path": scene.path("metrics") }));
     assert_eq!(document(&api, "/")["state"], "Not started");
     done(&api, "PUT", "/actions", &json!({ "action_type": "InstanceStart" }));
@@ -97,6 +104,35 @@ fn life(scene: &Scene) {
         let is_full = statistics["actual_mib"] == 64 && statistics["free_memory"].is_u64();
         when(is_full, || statistics.to_string())
     });
+
+    done(&api, "PATCH", "/balloon/hinting/start", &Value::Null);
+    eventually("the guest has named its free pages", 60, || {
+        let status = document(&api, "/balloon/hinting/status");
+        // Done, and stopped (virtio 1.3 section 5.5.6.5).
+        when(status == json!({ "host_cmd": 1, "guest_cmd": 0 }), || status.to_string())
+    });
+
+    assert_eq!(run(&guest, "od -An -tu1 -N1 /dev/vda").trim(), "7");
+    let other = scene.path("other-disk");
+    std::fs::write(&other, vec![9; 2 * MIB as usize]).unwrap();
+    done(&api, "PATCH", "/drives/data", &json!({ "drive_id": "data", "path_on_host": other }));
+    eventually("the guest sees the other image", 30, || {
+        let sectors = guest.read_file("/sys/block/vda/size");
+        when(sectors.trim() == "4096", || sectors)
+    });
+    run(&guest, "blockdev --flushbufs /dev/vda");
+    assert_eq!(run(&guest, "od -An -tu1 -N1 /dev/vda").trim(), "9");
+
+    run(&guest, "ifconfig eth0 10.77.0.2 netmask 255.255.255.0 up");
+    run(&guest, "ip route add 169.254.169.254 dev eth0");
+    let token = get_token(&guest);
+    let with_token = format!("X-metadata-token: {token}\\r\\n");
+    assert!(http(&guest, "GET /latest/name", "").contains(" 401 "));
+    assert!(http(&guest, "GET /latest/name", &with_token).ends_with("\r\n\r\nlife"));
+    // Longer than a packet.
+    let long = "x".repeat(5000);
+    done(&api, "PATCH", "/mmds", &json!({ "latest": { "long": long } }));
+    assert!(http(&guest, "GET /latest/long", &with_token).ends_with(&long));
 
     done(&api, "PATCH", "/vm", &json!({ "state": "Paused" }));
     assert_eq!(document(&api, "/")["state"], "Paused");
@@ -124,6 +160,25 @@ fn life(scene: &Scene) {
     assert_eq!(document(&api, "/vm/config")["drives"][0]["drive_id"], "data");
     second.run(Command::MemInfo);
     assert_eq!(document(&api, "/balloon/statistics")["actual_mib"], 64);
+    assert_eq!(document(&api, "/vm/config")["drives"][0]["path_on_host"], json!(other));
+    // Tokens and metadata are not part of a snapshot.
+    assert!(http(&second, "GET /latest/name", &with_token).contains(" 401 "));
+    let with_token = format!("X-metadata-token: {}\\r\\n", get_token(&second));
+    assert!(http(&second, "GET /latest/name", &with_token).contains(" 404 "));
+    done(&api, "PUT", "/mmds", &json!({ "latest": { "name": "second life" } }));
+    assert!(http(&second, "GET /latest/name", &with_token).ends_with("second life"));
+}
+
+/// Asks the metadata service in the guest. `fields` are as printf(1) takes them.
+fn http(guest: &Guest, request: &str, fields: &str) -> String {
+    let text = format!("{request} HTTP/1.1\\r\\n{fields}\\r\\n");
+    run(guest, &format!("printf '{text}' | nc -w 30 169.254.169.254 80"))
+}
+
+fn get_token(guest: &Guest) -> String {
+    let lifetime = "X-metadata-token-ttl-seconds: 600\\r\\n";
+    let answer = http(guest, "PUT /latest/api/token", lifetime);
+    answer.rsplit_once("\r\n\r\n").expect("a token").1.to_owned()
 }
 
 fn config_file(scene: &Scene) {

@@ -31,13 +31,13 @@ const MAC: &str = "02:00:00:00:00:07";
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A tap interface; removed when dropped.
-struct Tap<'a> {
+pub struct Tap<'a> {
     scene: &'a Scene,
-    name: String,
+    pub name: String,
 }
 
 impl<'a> Tap<'a> {
-    fn new(scene: &'a Scene, number: u8) -> Self {
+    pub fn new(scene: &'a Scene, number: u8) -> Self {
         let tap = Self { scene, name: format!("ebbtap{number}") };
         // Left behind by an earlier run, perhaps.
         let _ = tap.remove();
@@ -84,7 +84,7 @@ fn shell(line: &str) -> Command {
 
 /// Runs a command line in the guest, which must succeed; returns its output.
 #[track_caller]
-fn run(guest: &Guest, line: &str) -> String {
+pub fn run(guest: &Guest, line: &str) -> String {
     let result = guest.run(shell(line));
     assert_eq!(result["code"], 0, "{line}: {result}");
     result["stdout"].as_str().unwrap().to_owned()

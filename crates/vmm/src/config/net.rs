@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::options::Pairs;
 use super::{ConfigError, RateLimits};
+use crate::mmds::Served;
 
 /// Form of `--net`.
 pub const NET_FORM: &str = "tap=NAME|fd=N|user[,mac=MAC][,mtu=N][,ports=8080:80+2222:22]\
@@ -36,6 +37,9 @@ pub struct NetConfig {
     /// Limits of the frames from the guest.
     #[serde(skip)]
     pub transmit_limits: RateLimits,
+    /// The metadata service that it reaches, which Firecracker's API sets up.
+    #[serde(skip)]
+    pub metadata: Option<Served>,
 }
 
 /// What connects a network device with the host.
@@ -184,6 +188,7 @@ impl FromStr for NetConfig {
             mtu: pairs.take_parsed("mtu", "a number from 68 to 65535")?,
             receive_limits: RateLimits::take_prefixed(&mut pairs, "rx_")?,
             transmit_limits: RateLimits::take_prefixed(&mut pairs, "tx_")?,
+            metadata: None,
         };
         pairs.finish()?;
         config.validate()?;

@@ -250,8 +250,18 @@ pub(super) struct BalloonUpdateStatsConfig {
 /// `PATCH /balloon/hinting/start`.
 #[derive(Debug, PartialEq, Eq, Deserialize)]
 pub(super) struct StartHintingCmd {
-    #[serde(default)]
-    acknowledge_on_stop: bool,
+    #[serde(default = "yes")]
+    pub acknowledge_on_stop: bool,
+}
+
+impl Default for StartHintingCmd {
+    fn default() -> Self {
+        Self { acknowledge_on_stop: yes() }
+    }
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// `PUT /entropy`.
@@ -282,13 +292,13 @@ pub(super) struct LoggerConfig {
 
 /// The level of the log, in any case of letters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct LogLevel;
+pub(super) struct LogLevel(pub &'static str);
 
 impl<'de> Deserialize<'de> for LogLevel {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let word = String::deserialize(deserializer)?.to_lowercase();
         match super::log_level(&word) {
-            Some(_) => Ok(Self),
+            Some(level) => Ok(Self(level)),
             None => Err(D::Error::custom("Invalid LevelFilter")),
         }
     }

@@ -13,7 +13,7 @@ use super::metrics::MetricsFile;
 use super::request::{Absent, Action, route};
 use super::resources::Resources;
 use super::snapshot::{self, Loaded};
-use super::{Instance, redirect_log};
+use super::{Instance, Log};
 use crate::api::door::{Door, Pending, Served};
 use crate::api::http::Request;
 use crate::api::reply::{Problem, Reply, Status, Use};
@@ -42,6 +42,7 @@ struct State {
     resources: Resources,
     metrics: MetricsFile,
     wish: Option<Wish>,
+    log: Log,
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -56,7 +57,7 @@ impl PreBoot {
         metrics: MetricsFile,
         started: Started,
     ) -> Self {
-        let state = Mutex::new(State { resources, metrics, wish: None });
+        let state = Mutex::new(State { resources, metrics, wish: None, log: Log::default() });
         Self { instance, host, state, started }
     }
 
@@ -74,7 +75,7 @@ impl PreBoot {
 
     fn execute(&self, action: Action) -> Result<Answer, Fault> {
         let mut state = lock(&self.state);
-        let State { resources, metrics, wish } = &mut *state;
+        let State { resources, metrics, wish, log } = &mut *state;
         match action {
             Action::InstanceInfo => return Ok(self.instance.info("Not started")),
             Action::Version => return Ok(Instance::version()),
@@ -96,11 +97,9 @@ impl PreBoot {
                 }
             },
             Action::Logger(logger) => {
-                if let Some(path) = &logger.log_path {
-                    redirect_log(path).map_err(|error| {
-                        Fault::new(format!("Logger error: Failed to open target file: {error}"))
-                    })?;
-                }
+                log.configure(logger, self.instance.set_log_filter).map_err(|error| {
+                    Fault::new(format!("Logger error: Failed to open target file: {error}"))
+                })?;
             }
             Action::Metrics(MetricsConfig { metrics_path }) => {
                 metrics.open(&metrics_path).map_err(|problem| {
@@ -110,9 +109,13 @@ impl PreBoot {
                     ))
                 })?;
             }
-            Action::Mmds => return Ok(Answer::Document(resources.mmds.get())),
-            Action::PutMmds(value) => resources.mmds.put(value)?,
-            Action::PatchMmds(value) => resources.mmds.patch(value)?,
+            Action::Mmds => return Ok(Answer::Document(resources.mmds.lock().store.get())),
+            Action::PutMmds(value) => {
+                resources.mmds.lock().store.put(value).map_err(Fault::of_store)?;
+            }
+            Action::PatchMmds(value) => {
+                resources.mmds.lock().store.patch(value).map_err(Fault::of_store)?;
+            }
             Action::MmdsConfig(config) => resources.set_mmds_config(config)?,
             Action::Start => {
                 *wish = Some(Wish::Boot(Box::new(machine::build(resources, &self.host)?)));
@@ -132,7 +135,7 @@ impl PreBoot {
             | Action::Pause
             | Action::Resume
             | Action::Statistics
-            | Action::Hinting
+            | Action::Hinting(_)
             | Action::UpdateBalloon(_)
             | Action::UpdateStatistics(_)
             | Action::UpdateDrive(_)

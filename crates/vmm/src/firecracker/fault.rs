@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use crate::api::control::ControlError;
 use crate::api::reply::{Reply, Status};
+use crate::mmds::StoreError;
 
 /// Messages that several requests share.
 pub(super) const PRE_BOOT: &str =
@@ -29,9 +30,17 @@ impl Fault {
         Self { status: Status::BadRequest, message: message.into() }
     }
 
-    /// A document that is too large.
-    pub(super) fn too_large(message: &'static str) -> Self {
-        Self { status: Status::ContentTooLarge, message: message.into() }
+    /// A refusal by the store of the metadata.
+    pub(super) fn of_store(error: StoreError) -> Self {
+        match error {
+            StoreError::Uninitialized => {
+                Self::new("MMDS error: The MMDS data store is not initialized.")
+            }
+            StoreError::TooLarge => Self {
+                status: Status::ContentTooLarge,
+                message: "MMDS limit exceeded error: The MMDS patch request doesn't fit.".into(),
+            },
+        }
     }
 
     /// A body that is not the document.

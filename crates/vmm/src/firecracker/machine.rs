@@ -59,23 +59,33 @@ impl Host {
     }
 
     /// The rights that the monitor gives up. Clients may name snapshots beside the API's socket and
-    /// beside writable images.
+    /// beside writable images, and other images there and beside those that are only read.
     pub(super) fn isolation(&self, resources: &Resources) -> IsolationConfig {
         let mut isolation = self.isolation.clone();
         let Some(api) = &self.api else { return isolation };
-        let images = resources.drives.iter().filter(|drive| drive.is_read_only != Some(true));
-        let images = images.filter_map(|drive| drive.path_on_host.as_deref().map(Path::new));
-        for file in images.chain([api.as_path()]) {
-            let Ok(file) = std::path::absolute(file) else { continue };
-            if let Some(directory) = file.parent()
-                && !is_shared(directory)
-                && directory.is_dir()
-                && !isolation.allowed_directories.iter().any(|known| known == directory)
-            {
-                isolation.allowed_directories.push(directory.to_owned());
-            }
-        }
+        let images = |readonly: bool| {
+            let drives = resources.drives.iter();
+            let drives = drives.filter(move |drive| (drive.is_read_only == Some(true)) == readonly);
+            drives.filter_map(|drive| drive.path_on_host.as_deref().map(Path::new))
+        };
+        add_directories(&mut isolation.allowed_directories, images(false).chain([api.as_path()]));
+        isolation.image_directories.clone_from(&isolation.allowed_directories);
+        add_directories(&mut isolation.image_directories, images(true));
         isolation
+    }
+}
+
+/// Adds the directories of files, except those of the system.
+fn add_directories<'a>(known: &mut Vec<PathBuf>, files: impl Iterator<Item = &'a Path>) {
+    for file in files {
+        let Ok(file) = std::path::absolute(file) else { continue };
+        if let Some(directory) = file.parent()
+            && !is_shared(directory)
+            && directory.is_dir()
+            && !known.iter().any(|known| known == directory)
+        {
+            known.push(directory.to_owned());
+        }
     }
 }
 
@@ -92,7 +102,7 @@ pub(super) fn build(resources: &Resources, host: &Host) -> Result<VmConfig, Faul
         .boot
         .as_ref()
         .ok_or_else(|| fault("Cannot start microvm without kernel configuration.".to_owned()))?;
-    let nets: Result<_, Fault> = resources.networks.iter().map(net).collect();
+    let nets = nets(resources)?;
     if resources.machine.cpu_template.is_some() || resources.cpu != CustomCpuTemplate::default() {
         return Err(fault("Ebb has no CPU templates: the guest gets this host's".to_owned()));
     }
@@ -119,7 +129,7 @@ pub(super) fn build(resources: &Resources, host: &Host) -> Result<VmConfig, Faul
         balloon: Some(balloon(resources.balloon.as_ref())),
         disks: disks(&resources.drives),
         rng: resources.entropy.as_ref().map(|entropy| optional(entropy.rate_limiter.as_ref())),
-        nets: nets?,
+        nets,
         vsock: resources
             .vsock
             .as_ref()
@@ -207,8 +217,16 @@ pub(super) fn disks(drives: &[BlockDeviceConfig]) -> Vec<DiskConfig> {
     drives.iter().map(disk).collect()
 }
 
+/// The network devices.
+pub(super) fn nets(resources: &Resources) -> Result<Vec<NetConfig>, Fault> {
+    let with_metadata = |network: &NetworkInterfaceConfig| {
+        Ok(NetConfig { metadata: resources.metadata_of(network), ..net(network)? })
+    };
+    resources.networks.iter().map(with_metadata).collect()
+}
+
 /// A network device: on a tap interface that exists.
-pub(super) fn net(network: &NetworkInterfaceConfig) -> Result<NetConfig, Fault> {
+fn net(network: &NetworkInterfaceConfig) -> Result<NetConfig, Fault> {
     let mac = network.guest_mac.as_ref().map(|mac| mac.0.parse()).transpose();
     let mac = mac.map_err(|problem: String| Fault::new(problem).within("Network config error"))?;
     Ok(NetConfig {
@@ -217,6 +235,7 @@ pub(super) fn net(network: &NetworkInterfaceConfig) -> Result<NetConfig, Fault> 
         mtu: network.mtu,
         receive_limits: optional(network.rx_rate_limiter.as_ref()),
         transmit_limits: optional(network.tx_rate_limiter.as_ref()),
+        metadata: None,
     })
 }
 

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use serde_json::{Map, Value, json};
 
 use crate::api::metrics::Metrics;
+use crate::mmds::Counts;
 
 /// Interval of lines without a request.
 const INTERVAL: Duration = Duration::from_secs(60);
@@ -65,15 +66,15 @@ impl MetricsFile {
 
     /// Writes a line. A pipe that is full loses it, as a client that reads nothing must not delay
     /// the API.
-    pub(super) fn write(&mut self, metrics: &Metrics) -> io::Result<()> {
-        let line = format!("{}\n", self.document(metrics));
+    pub(super) fn write(&mut self, metrics: &Metrics, metadata: Counts) -> io::Result<()> {
+        let line = format!("{}\n", self.document(metrics, metadata));
         match self.file.as_mut().map(|file| file.write_all(line.as_bytes())) {
             Some(Err(error)) if error.kind() != io::ErrorKind::WouldBlock => Err(error),
             _ => Ok(()),
         }
     }
 
-    fn document(&self, metrics: &Metrics) -> Value {
+    fn document(&self, metrics: &Metrics, metadata: Counts) -> Value {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let mut document = self.requests.clone();
         let exits = |kind: &str| {
@@ -106,6 +107,15 @@ impl MetricsFile {
             add(&device, json!({ "rate_limiter_throttled_events": count }));
         }
         add(
+            "mmds",
+            json!({
+                "rx_count": metadata.answered,
+                "rx_no_token": metadata.without_token,
+                "rx_invalid_token": metadata.with_invalid_token,
+                "connections_created": metadata.connections,
+            }),
+        );
+        add(
             "ebb",
             json!({
                 "guest_resident_bytes": metrics.guest_resident_bytes,
@@ -125,15 +135,15 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("metrics");
         let mut metrics = MetricsFile::default();
-        metrics.write(&Metrics::default()).unwrap();
+        metrics.write(&Metrics::default(), Counts::default()).unwrap();
         assert!(metrics.open(&directory.path().join("none/metrics")).is_err());
         metrics.open(&path).unwrap();
         assert!(metrics.open(&path).is_err());
         metrics.count("put_api_requests", "actions", false);
         metrics.count("put_api_requests", "actions", true);
         metrics.took("pause_vm", Duration::from_millis(2));
-        metrics.write(&Metrics::default()).unwrap();
-        metrics.write(&Metrics::default()).unwrap();
+        metrics.write(&Metrics::default(), Counts::default()).unwrap();
+        metrics.write(&Metrics::default(), Counts::default()).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         let lines: Vec<Value> =
             text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();

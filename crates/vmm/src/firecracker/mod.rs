@@ -12,7 +12,6 @@
 //! | `request` | a request -> an action, pure |
 //! | `fault` | replies and refusals |
 //! | `resources` | what was configured, and its checks |
-//! | `mmds` | the store of the metadata |
 //! | `machine` | from documents to a configuration of a machine |
 //! | `snapshot` | the two files of a snapshot |
 //! | `metrics` | the metrics file |
@@ -23,7 +22,6 @@ mod door;
 mod fault;
 mod machine;
 mod metrics;
-mod mmds;
 mod request;
 mod resources;
 mod running;
@@ -46,7 +44,7 @@ use crate::exit::GuestExit;
 use crate::isolation::IsolationConfig;
 use crate::vm::{Front, Signals, VmError, boot_behind, restore_behind};
 
-use documents::VmmConfig;
+use documents::{LogLevel, LoggerConfig, VmmConfig};
 use door::{PreBoot, Started, Wish};
 use machine::Host;
 use metrics::MetricsFile;
@@ -87,7 +85,13 @@ pub struct Options {
     pub seccomp: Switch,
     /// The rights that the monitor gives up.
     pub isolation: IsolationConfig,
+    /// Changes what is logged.
+    pub set_log_filter: SetLogFilter,
 }
+
+/// Changes what is logged; the filter is as in [`log_filter`]. An error describes what is wrong
+/// with it.
+pub type SetLogFilter = fn(&str) -> Result<(), String>;
 
 /// Why a machine could not be started from the command line.
 #[derive(Debug, Error)]
@@ -112,6 +116,7 @@ pub enum FirecrackerError {
 struct Instance {
     id: String,
     max_body_bytes: usize,
+    set_log_filter: SetLogFilter,
 }
 
 /// The level of Ebb's log for a word of Firecracker's, in lower case.
@@ -125,6 +130,39 @@ pub fn log_level(word: &str) -> Option<&'static str> {
         "error" => "error",
         _ => return None,
     })
+}
+
+/// The filter of Ebb's log for a level and a module of Firecracker's options: its own modules do
+/// not exist here, and those of Ebb begin with `ebb`.
+pub fn log_filter(level: Option<&str>, module: Option<&str>) -> Option<String> {
+    let is_path = |module: &&str| {
+        let is_letter = |letter: char| letter.is_ascii_alphanumeric() || "_:".contains(letter);
+        module.starts_with("ebb") && module.chars().all(is_letter)
+    };
+    match (level, module.filter(is_path)) {
+        (level, Some(module)) => Some(format!("off,{module}={}", level.unwrap_or("info"))),
+        (level, None) => level.map(str::to_owned),
+    }
+}
+
+/// What clients have said about the log.
+#[derive(Debug, Default)]
+struct Log {
+    level: Option<&'static str>,
+    module: Option<String>,
+}
+
+impl Log {
+    /// Takes what a document has: a file, which is opened, and what is logged.
+    fn configure(&mut self, logger: LoggerConfig, set: SetLogFilter) -> io::Result<()> {
+        if let Some(path) = &logger.log_path {
+            redirect_log(path)?;
+        }
+        self.level = logger.level.map(|LogLevel(level)| level).or(self.level);
+        self.module = logger.module.or(self.module.take());
+        let filter = log_filter(self.level, self.module.as_deref());
+        filter.map_or(Ok(()), |filter| set(&filter)).map_err(io::Error::other)
+    }
 }
 
 /// Writes the log to a file or a pipe from now on, instead of standard error.
@@ -167,8 +205,10 @@ pub fn run(options: Options) -> Result<GuestExit, FirecrackerError> {
         let text = std::fs::read(path).map_err(|error| invalid(error.to_string()))?;
         let described: VmmConfig =
             serde_json::from_slice(&text).map_err(|error| invalid(error.to_string()))?;
-        if let Some(log) = described.logger.as_ref().and_then(|logger| logger.log_path.as_ref()) {
-            redirect_log(log).map_err(|error| invalid(error.to_string()))?;
+        if let Some(logger) = &described.logger {
+            Log::default()
+                .configure(logger.clone(), options.set_log_filter)
+                .map_err(|error| invalid(error.to_string()))?;
         }
         if let Some(described) = &described.metrics {
             metrics.open(&described.metrics_path).map_err(invalid)?;
@@ -182,7 +222,11 @@ pub fn run(options: Options) -> Result<GuestExit, FirecrackerError> {
         let text = std::fs::read_to_string(path).map_err(|error| invalid(error.to_string()))?;
         resources.set_metadata(&text).map_err(|fault| invalid(fault.message().to_owned()))?;
     }
-    let instance = Instance { id: options.id, max_body_bytes: options.max_payload_bytes };
+    let instance = Instance {
+        id: options.id,
+        max_body_bytes: options.max_payload_bytes,
+        set_log_filter: options.set_log_filter,
+    };
     let Some(path) = &host.api else {
         return match config {
             Some(config) => Ok(crate::vm::run(config)?),
@@ -268,7 +312,11 @@ pub fn fuzz_request(data: &[u8]) {
         serial: SerialConfig::Null,
         pci: Switch::Off,
     };
-    let instance = Instance { id: "fuzz".to_owned(), max_body_bytes: MAX_PAYLOAD_BYTES };
+    let instance = Instance {
+        id: "fuzz".to_owned(),
+        max_body_bytes: MAX_PAYLOAD_BYTES,
+        set_log_filter: |_| Ok(()),
+    };
     let (resources, started) = (Resources::new(256), Started::default());
     let door = PreBoot::new(instance, host, resources, MetricsFile::default(), started);
     let mut rest = data;
@@ -283,5 +331,39 @@ pub fn fuzz_request(data: &[u8]) {
             persistence: Persistence::KeepAlive,
         };
         drop(door.serve(&request, Vec::new()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn levels_and_modules_become_a_filter() {
+        let of = |level, module| log_filter(level, module);
+        assert_eq!(of(None, None), None);
+        assert_eq!(of(Some("debug"), Some("api_server")).as_deref(), Some("debug"));
+        let module = Some("ebb_vmm::api");
+        assert_eq!(of(Some("debug"), module).as_deref(), Some("off,ebb_vmm::api=debug"));
+        assert_eq!(of(None, module).as_deref(), Some("off,ebb_vmm::api=info"));
+        assert_eq!(of(None, Some("ebb_vmm=trace,ebb")), None);
+    }
+
+    #[test]
+    fn what_clients_say_about_the_log_adds_up() {
+        let set = |filter: &str| match filter {
+            "off,ebb_vmm=warn" | "warn" => Ok(()),
+            other => Err(other.to_owned()),
+        };
+        let mut log = Log::default();
+        let document = |text: &str| serde_json::from_str::<LoggerConfig>(text).unwrap();
+        log.configure(document("{}"), |_| Err("nothing was said".to_owned())).unwrap();
+        log.configure(document(r#"{"level": "Warning", "show_level": true}"#), set).unwrap();
+        log.configure(document(r#"{"module": "ebb_vmm"}"#), set).unwrap();
+        log.configure(document("{}"), set).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("none/log");
+        let wrong = format!(r#"{{"log_path": {path:?}}}"#);
+        assert!(log.configure(document(&wrong), set).is_err());
     }
 }

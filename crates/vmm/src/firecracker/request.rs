@@ -11,6 +11,7 @@ use super::documents::{
     PmemDeviceUpdateConfig, SerialConfig, StartHintingCmd, Vm, VmState, VsockDeviceConfig, parse,
 };
 use super::fault::{EMPTY_ID, Fault};
+use crate::api::balloon::{AfterHints, HintRun};
 use crate::api::http::Request;
 use crate::api::reply::Use;
 
@@ -38,8 +39,7 @@ pub(super) enum Action {
     UpdateBalloon(BalloonUpdateConfig),
     Statistics,
     UpdateStatistics(BalloonUpdateStatsConfig),
-    /// Start, stop or status of a hinting run.
-    Hinting,
+    Hinting(HintRun),
     Mmds,
     PutMmds(Value),
     PatchMmds(Value),
@@ -107,7 +107,7 @@ fn get<'a>(first: &str, path: &mut impl Iterator<Item = &'a str>) -> Result<Acti
             None => Action::Balloon,
             Some("statistics") => Action::Statistics,
             Some("hinting") => match path.next() {
-                Some("status") => Action::Hinting,
+                Some("status") => Action::Hinting(HintRun::Describe),
                 other => return Err(unrecognized("GET", &hinting(other))),
             },
             Some(other) => return Err(unrecognized("GET", other)),
@@ -262,10 +262,12 @@ fn patch_balloon<'a>(
         (Some("statistics"), Some(body)) => Ok(Action::UpdateStatistics(parse(body)?)),
         (Some("hinting"), body) => match path.next() {
             Some("start") => {
-                body.map(parse::<StartHintingCmd>).transpose()?;
-                Ok(Action::Hinting)
+                let start = body.map(parse::<StartHintingCmd>).transpose()?.unwrap_or_default();
+                let after =
+                    if start.acknowledge_on_stop { AfterHints::Release } else { AfterHints::Keep };
+                Ok(Action::Hinting(HintRun::Start(after)))
             }
-            Some("stop") => Ok(Action::Hinting),
+            Some("stop") => Ok(Action::Hinting(HintRun::Stop)),
             other => Err(unrecognized("PATCH", &hinting(other))),
         },
         (_, Some(body)) => Ok(Action::UpdateBalloon(parse(body)?)),

@@ -1,5 +1,6 @@
 //! What a client has configured: checks of each document, before the start.
 
+use std::fmt::Display;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::net::Ipv4Addr;
@@ -11,11 +12,11 @@ use serde_json::Value;
 use super::documents::{
     BalloonDeviceConfig, BlockDeviceConfig, BootSourceConfig, CpuTemplate, CustomCpuTemplate,
     EntropyDeviceConfig, FileEngineType, HugePageConfig, MachineConfig, MachineConfigUpdate,
-    MmdsConfig, NetworkInterfaceConfig, RateLimiterConfig, SerialConfig, TokenBucketConfig,
-    VmmConfig, VsockDeviceConfig,
+    MmdsConfig, MmdsVersion, NetworkInterfaceConfig, RateLimiterConfig, SerialConfig,
+    TokenBucketConfig, VmmConfig, VsockDeviceConfig,
 };
 use super::fault::Fault;
-use super::mmds::Store;
+use crate::mmds::{DEFAULT_ADDRESS, Form, Metadata, Served, Sessions};
 
 /// Most vCPUs that Firecracker gives a guest.
 const MOST_VCPUS: u8 = 32;
@@ -40,7 +41,7 @@ pub(super) struct Resources {
     pub serial: SerialConfig,
     pub cpu: CustomCpuTemplate,
     pub mmds_config: Option<MmdsConfig>,
-    pub mmds: Store,
+    pub mmds: Metadata,
     /// Whether anything was configured that a snapshot would bring.
     pub is_configured: bool,
 }
@@ -59,7 +60,7 @@ impl Resources {
             serial: SerialConfig::default(),
             cpu: CustomCpuTemplate::default(),
             mmds_config: None,
-            mmds: Store::new(mmds_bytes),
+            mmds: Metadata::new(mmds_bytes),
             is_configured: false,
         }
     }
@@ -109,7 +110,7 @@ impl Resources {
         self.drives.truncate(MOST_DEVICES);
         self.boot = Some(config.boot_source);
         self.machine = config.machine_config.unwrap_or_default();
-        self.mmds_config = config.mmds_config;
+        self.use_mmds_config(config.mmds_config);
         self.networks = config.network_interfaces;
         self.vsock = config.vsock;
         self.entropy = config.entropy;
@@ -301,15 +302,37 @@ impl Resources {
                  not correspond to any existing network interface.",
             );
         }
-        config.ipv4_address.get_or_insert(Ipv4Addr::new(169, 254, 169, 254));
-        self.mmds_config = Some(config);
+        config.ipv4_address.get_or_insert(DEFAULT_ADDRESS);
+        self.use_mmds_config(Some(config));
         Ok(())
+    }
+
+    /// Serves the metadata as a document says that was checked.
+    fn use_mmds_config(&mut self, config: Option<MmdsConfig>) {
+        if let Some(config) = &config {
+            let mut service = self.mmds.lock();
+            service.sessions = match config.version {
+                MmdsVersion::V1 => Sessions::Optional,
+                MmdsVersion::V2 => Sessions::Required,
+            };
+            service.form = if config.imds_compat { Form::Text } else { Form::Accepted };
+        }
+        self.mmds_config = config;
+    }
+
+    /// The metadata as a network interface reaches them.
+    pub(super) fn metadata_of(&self, network: &NetworkInterfaceConfig) -> Option<Served> {
+        let config = self.mmds_config.as_ref()?;
+        config.network_interfaces.contains(&network.iface_id).then(|| Served {
+            service: self.mmds.clone(),
+            address: config.ipv4_address.unwrap_or(DEFAULT_ADDRESS),
+        })
     }
 
     /// Takes the content of `--metadata`.
     pub(super) fn set_metadata(&mut self, text: &str) -> Result<(), Fault> {
         let value: Value = serde_json::from_str(text).map_err(|error| Fault::json(&error))?;
-        self.mmds.put(value)
+        self.mmds.lock().store.put(value).map_err(Fault::of_store)
     }
 }
 
@@ -319,7 +342,7 @@ fn open_image(path: &str, is_read_only: bool) -> io::Result<File> {
 }
 
 /// Firecracker's message about an image.
-pub(super) fn backing_file(error: &io::Error, path: &str) -> String {
+pub(super) fn backing_file(error: &dyn Display, path: &str) -> String {
     format!("Virtio backend error: Error manipulating the backing file: {error} {path}")
 }
 

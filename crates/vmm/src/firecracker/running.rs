@@ -1,5 +1,7 @@
 //! The API of a machine that was started: translates requests into [`Operation`]s.
 
+use std::fmt::Display;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -15,18 +17,19 @@ use super::door::{counted, lock, refuse, without_null};
 use super::fault::{self, Answer, Fault, NO_DEVICE, POST_BOOT};
 use super::machine::changed_limits;
 use super::metrics::MetricsFile;
-use super::mmds;
 use super::request::{Absent, Action, route};
 use super::resources::{Resources, backing_file, in_use};
 use super::snapshot::{absolute, write_state};
-use crate::api::balloon::{BalloonInfo, BalloonState, BalloonTarget, StatisticsInterval};
+use crate::api::balloon::{BalloonInfo, BalloonState, BalloonTarget, HintRun, StatisticsInterval};
 use crate::api::control::{ControlError, Document, Machine, Operation, Outcome, Wait};
+use crate::api::disks::DiskResize;
 use crate::api::door::{Door, Pending, Served};
 use crate::api::http::Request;
 use crate::api::limits::LimitsChange;
 use crate::api::reply::{Problem, Reply, Use};
 use crate::api::vm::{SnapshotTarget, VmState};
 use crate::isolation::Companion;
+use crate::mmds::{Store, StoreError};
 
 const MIB: u64 = 1 << 20;
 /// Page of a balloon, in bytes.
@@ -125,7 +128,7 @@ impl Running {
                 self.update_statistics(update.stats_polling_interval_s)?
             }
             Action::Statistics => return self.statistics(),
-            Action::Hinting => return Err(self.no_hinting()),
+            Action::Hinting(run) => self.hinting(run)?,
             Action::UpdateDrive(update) => self.update_drive(&update)?,
             Action::UpdateNetwork(update) => self.update_network(&update)?,
             Action::Mmds => Answer::Document(self.mmds(|store| Ok(store.get()))?),
@@ -181,7 +184,9 @@ impl Running {
             |problem: String| Fault::new(problem).within("Internal VMM error: Metrics error");
         match self.now(Operation::Metrics).map_err(Fault::of("Internal VMM error"))? {
             Document::Metrics(metrics) => {
-                let written = lock(&self.state).metrics.write(&metrics);
+                let state = &mut *lock(&self.state);
+                let counts = state.resources.mmds.lock().counts;
+                let written = state.metrics.write(&metrics, counts);
                 written.map_err(|error| fault(error.to_string()))?;
                 Ok(Answer::Empty)
             }
@@ -261,17 +266,28 @@ impl Running {
         }
     }
 
-    fn no_hinting(&self) -> Fault {
+    /// Starts, ends or describes a run of hints.
+    fn hinting(&self, run: HintRun) -> Result<Answer, Fault> {
         const WHAT: &str = "Balloon update error";
-        match &lock(&self.state).resources.balloon {
-            None => Fault::new(NO_DEVICE).within(WHAT),
-            Some(balloon) if !balloon.free_page_hinting => {
-                Fault::new("Balloon: Attempting to use hinting when not enabled").within(WHAT)
-            }
-            Some(_) => Fault::not_served(
-                "Ebb takes hints during a migration only; free_page_reporting returns free memory \
-                 without requests",
-            ),
+        let fault = |message: &'static str| Err(Fault::new(message).within(WHAT));
+        let info = self.balloon(WHAT)?;
+        let is_enabled = lock(&self.state)
+            .resources
+            .balloon
+            .as_ref()
+            .is_some_and(|known| known.free_page_hinting);
+        if !is_enabled {
+            return fault("Balloon: Attempting to use hinting when not enabled");
+        }
+        if run != HintRun::Describe && info.state == BalloonState::DriverAbsent {
+            return fault("Balloon: Device not activated yet.");
+        }
+        match self.now(Operation::HintRun(run)).map_err(Fault::of(WHAT))? {
+            Document::HintRun(status) if run == HintRun::Describe => Ok(Answer::Document(json!({
+                "host_cmd": status.host_command,
+                "guest_cmd": status.driver_command,
+            }))),
+            _ => Ok(Answer::Empty),
         }
     }
 
@@ -289,16 +305,19 @@ impl Running {
         if update.path_on_host.is_none() && update.rate_limiter.is_none() {
             return Err(fault("Block: Running method expected different backend."));
         }
-        if let Some(path) = &update.path_on_host
-            && drives[index].path_on_host.as_ref() != Some(path)
-        {
-            return Err(fault(&format!(
-                "Block: {}",
-                backing_file(
-                    &std::io::Error::other("Ebb changes no image while the guest runs"),
-                    path
-                )
-            )));
+        if let Some(path) = &update.path_on_host {
+            let backing =
+                |problem: &dyn Display| fault(&format!("Block: {}", backing_file(problem, path)));
+            if path.is_empty() {
+                return Err(backing(&io::Error::from_raw_os_error(libc::ENOENT)));
+            }
+            let change = DiskResize {
+                device: format!("disk{index}"),
+                size_bytes: None,
+                path: Some(absolute(&self.directory, Path::new(path))),
+            };
+            self.now(Operation::ResizeDisk(change)).map_err(|error| backing(&error))?;
+            drives[index].path_on_host = Some(path.clone());
         }
         if let Some(limiter) = &update.rate_limiter {
             let change =
@@ -338,12 +357,10 @@ impl Running {
     }
 
     /// Uses the metadata of a machine whose guest can read them.
-    fn mmds<T>(&self, with: impl FnOnce(&mut mmds::Store) -> Result<T, Fault>) -> Result<T, Fault> {
-        let resources = &mut lock(&self.state).resources;
-        if resources.mmds_config.is_none() {
-            return Err(mmds::uninitialized());
-        }
-        with(&mut resources.mmds)
+    fn mmds<T>(&self, with: impl FnOnce(&mut Store) -> Result<T, StoreError>) -> Result<T, Fault> {
+        let resources = &lock(&self.state).resources;
+        let has = resources.mmds_config.as_ref().ok_or(StoreError::Uninitialized);
+        has.and_then(|_| with(&mut resources.mmds.lock().store)).map_err(Fault::of_store)
     }
 
     fn create_snapshot(&self, params: &CreateSnapshotParams) -> Result<Passed, Fault> {

@@ -9,8 +9,7 @@ use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use super::documents::{LoadSnapshotConfig, MemBackendType, NetworkOverride, VmmConfig};
-use super::fault::Fault;
-use super::machine::{Host, disks, net};
+use super::machine::{Host, disks, nets};
 use super::resources::Resources;
 use crate::config::{RebootAction, VsockOption};
 use crate::isolation::Companion;
@@ -50,6 +49,7 @@ pub(super) fn load(
         .and_then(|snapshot| snapshot.check_ownership().map(|()| snapshot))
         .map_err(|error| format!("Failed to load guest memory: {error}"))?;
     let mut restored = Resources::new(0);
+    restored.mmds = resources.mmds.clone();
     restored.restore(config);
     for NetworkOverride { iface_id, host_dev_name } in load.network_overrides {
         let known = restored.networks.iter_mut().find(|network| network.iface_id == iface_id);
@@ -58,7 +58,8 @@ pub(super) fn load(
         })?;
         known.host_dev_name = host_dev_name;
     }
-    let nets: Result<_, Fault> = restored.networks.iter().map(net).collect();
+    // What was put there before; a snapshot has no metadata.
+    let nets = nets(&restored);
     let vsock = match (load.vsock_override, &restored.vsock) {
         (Some(given), _) => Some(given.uds_path),
         (None, saved) => saved.as_ref().map(|vsock| vsock.uds_path.clone()),

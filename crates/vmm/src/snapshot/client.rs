@@ -93,13 +93,15 @@ impl NewSnapshot {
         &self.file
     }
 
-    /// Gives the file its name. It was synced by the monitor.
+    /// Gives the file its name, once its content is on the disk.
     ///
     /// # Errors
     /// [`SnapshotError`]; the file is removed then.
     pub fn publish(mut self) -> Result<(), SnapshotError> {
         let path = self.path.clone();
         check_replaceable(&self.directory, &self.name, &path)?;
+        rustix::fs::fsync(&self.file)
+            .map_err(|errno| SnapshotError::Name { path: path.clone(), source: errno.into() })?;
         let failed =
             |errno: Errno| SnapshotError::Name { path: path.clone(), source: errno.into() };
         if self.temporary.is_none() {

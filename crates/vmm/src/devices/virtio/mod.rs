@@ -41,6 +41,17 @@ pub struct Work {
     pub served: bool,
 }
 
+impl Work {
+    /// Adds what another call has left to do.
+    fn add(&mut self, other: Self) {
+        self.interrupt |= other.interrupt;
+        self.more |= other.more;
+        self.deferred |= other.deferred;
+        self.config_changed |= other.config_changed;
+        self.served |= other.served;
+    }
+}
+
 /// A descriptor of the host for which a device waits besides its queues. One that waits for several
 /// names an epoll descriptor.
 #[derive(Debug, Clone)]

@@ -35,6 +35,7 @@ use super::state::DeviceState;
 use super::{HostEvents, VirtioDevice, Work, ring};
 use crate::config::{MacAddress, NetConfig};
 use crate::devices::throttle::{Admission, Throttle};
+use crate::mmds::Stack;
 use crate::seccomp::ThreadKind;
 
 use announce::Schedule;
@@ -102,6 +103,8 @@ pub struct Net {
     /// The driver's features are still to be passed on to the backend, by the device's thread.
     is_new_driver: bool,
     backend: Backend,
+    /// The metadata service, which gets the frames to its address in place of the backend.
+    metadata: Option<Stack>,
     /// The backend has failed, for good.
     is_gone: bool,
     /// What the operator wishes.
@@ -159,6 +162,7 @@ impl Net {
             negotiated: 0,
             is_new_driver: false,
             backend,
+            metadata: config.metadata.clone().map(|served| Stack::new(served, config.mtu, now)),
             is_gone: false,
             link: LinkState::Up,
             asks_to_announce: false,
@@ -283,6 +287,15 @@ impl Net {
 
     fn receive_one(&mut self, queue: &mut Queue) -> Result<Received, Failure> {
         let is_up = self.link == LinkState::Up;
+        if let Some(stack) = self.metadata.as_mut().filter(|_| is_up && !self.receive.has_begun())
+            && let Some(frame) = stack.frame()
+        {
+            let received = self.receive.deliver(queue, frame)?;
+            if received != Received::NoBuffers {
+                stack.skip();
+            }
+            return Ok(received);
+        }
         match &mut self.backend {
             Backend::Tap(tap) if is_up => self.receive.read_tap(queue, tap),
             Backend::Tap(tap) => self.receive.discard(tap),
@@ -316,9 +329,13 @@ impl Net {
             Ok(Sent::default())
         } else {
             match &mut self.backend {
-                Backend::Tap(tap) => self.transmit.send_to_tap(queue, tap, throttle, FRAMES_A_CALL),
+                Backend::Tap(tap) => {
+                    let metadata = self.metadata.as_mut();
+                    self.transmit.send_to_tap(queue, tap, throttle, FRAMES_A_CALL, metadata)
+                }
                 Backend::Stream(stream) => {
-                    self.transmit.send_to_stream(queue, stream, throttle, FRAMES_A_CALL)
+                    let metadata = self.metadata.as_mut();
+                    self.transmit.send_to_stream(queue, stream, throttle, FRAMES_A_CALL, metadata)
                 }
             }
         };
@@ -331,6 +348,7 @@ impl Net {
                 add(&self.counters.sent_dropped, sent.dropped);
                 work.more = sent.more;
                 work.served = sent.frames + sent.dropped > 0;
+                self.receive_metadata(&mut work);
             }
             Err(failure) => {
                 // What is left is dropped.
@@ -339,6 +357,13 @@ impl Net {
             }
         }
         work
+    }
+
+    /// Moves answers of the metadata service to the guest.
+    fn receive_metadata(&mut self, work: &mut Work) {
+        if self.metadata.as_ref().is_some_and(|stack| stack.frame().is_some()) {
+            work.add(self.receive());
+        }
     }
 
     fn control(&mut self) -> Work {
@@ -444,7 +469,9 @@ impl VirtioDevice for Net {
 
     fn deadline(&self) -> Option<Instant> {
         let waits = [self.receive_throttle.resume_at(), self.transmit_throttle.resume_at()];
-        let times = waits.into_iter().chain([self.has_moved, self.schedule.next()]);
+        let metadata = self.metadata.as_ref().filter(|_| self.queues.is_some());
+        let metadata = metadata.and_then(Stack::deadline);
+        let times = waits.into_iter().chain([self.has_moved, self.schedule.next(), metadata]);
         times.flatten().min()
     }
 
@@ -453,6 +480,10 @@ impl VirtioDevice for Net {
             .map(|throttle| throttle.resume(now))
             .contains(&true);
         let mut work = Work { more: resumed, ..Work::default() };
+        if let Some(stack) = &mut self.metadata {
+            stack.run(now);
+        }
+        self.receive_metadata(&mut work);
         if self.has_moved.take().is_some() {
             if self.negotiated & 1 << net::VIRTIO_NET_F_GUEST_ANNOUNCE != 0 {
                 self.asks_to_announce = true;
@@ -491,11 +522,7 @@ impl VirtioDevice for Net {
         if ready.intersects(PollFlags::OUT | PollFlags::HUP | PollFlags::ERR)
             && self.transmit.is_blocked()
         {
-            let sent = self.transmit();
-            work.interrupt |= sent.interrupt;
-            work.more |= sent.more;
-            work.config_changed |= sent.config_changed;
-            work.served |= sent.served;
+            work.add(self.transmit());
         }
         work
     }
@@ -512,6 +539,9 @@ impl VirtioDevice for Net {
         self.asks_to_announce = false;
         (self.has_moved, self.is_new_driver) = (None, false);
         self.schedule.end();
+        if let Some(stack) = &mut self.metadata {
+            stack.reset();
+        }
     }
 
     fn queue_states(&self) -> Vec<QueueState> {

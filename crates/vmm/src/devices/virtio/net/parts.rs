@@ -236,7 +236,14 @@ impl Parts {
     /// The bytes of the parts from `offset` on, `count` of them.
     pub(super) fn copy_out(&self, offset: usize, count: usize) -> Vec<u8> {
         let mut bytes = vec![0; count];
-        let mut left = &mut bytes[..];
+        self.copy_to(offset, &mut bytes);
+        bytes
+    }
+
+    /// Copies the bytes of the parts from `offset` on.
+    pub(super) fn copy_to(&self, offset: usize, bytes: &mut [u8]) {
+        let count = bytes.len();
+        let mut left = bytes;
         for (address, length) in self.ranges(offset, count) {
             let (now, later) = left.split_at_mut(length);
             if let Some(position) = address.0.checked_sub(PREFIX) {
@@ -248,7 +255,6 @@ impl Parts {
             }
             left = later;
         }
-        bytes
     }
 
     /// Addresses and lengths of the bytes from `offset` on.

@@ -116,6 +116,11 @@ impl Receive {
         }
     }
 
+    /// Whether a frame has begun that waits for further buffers.
+    pub(super) fn has_begun(&self) -> bool {
+        self.waiting.is_some()
+    }
+
     /// Number of buffers taken from the queue.
     pub(super) fn posted(&self) -> usize {
         self.posted.len()

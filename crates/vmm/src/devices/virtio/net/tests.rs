@@ -2,6 +2,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
+use std::str::FromStr as _;
 use std::time::Duration;
 
 use ebb_abi::Pfn;
@@ -16,6 +17,7 @@ use super::parts::Port;
 use super::stream::MAX_FRAME_BYTES;
 use super::tap::HEADER_BYTES;
 use super::*;
+use crate::mmds::Served;
 
 const SIZE: u16 = 64;
 const BASES: [u64; 3] = [0x1000, 0x5000, 0x9000];
@@ -50,9 +52,12 @@ fn stream(features: u64) -> (Pair, UnixStream) {
 }
 
 fn pair(config: &str, opened: OpenNet, features: u64) -> Pair {
+    pair_with(config.parse().unwrap(), opened, features)
+}
+
+fn pair_with(config: NetConfig, opened: OpenNet, features: u64) -> Pair {
     let spec = RegionSpec { start: GuestAddress(0), size_bytes: MEMORY_BYTES, host_node: None };
     let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
-    let config: NetConfig = config.parse().unwrap();
     let mac = "02:00:00:00:00:07".parse().unwrap();
     let mut net = Net::new("net0", &config, mac, opened, ram.memory().clone());
     net.activate(features | 1 << VIRTIO_F_VERSION_1, BASES.map(queue).into()).unwrap();
@@ -477,4 +482,55 @@ fn passt_answers_a_frame_of_the_driver() {
     let answer = pair.bytes(DATA + HEADER_BYTES as u64, 42);
     assert_eq!((&answer[..6], &answer[12..14]), (&mac.bytes()[..], &[8, 6][..]));
     assert_eq!(answer[20..22], [0, 2]);
+}
+
+/// A question for the address of the metadata service is answered by the device; other frames go
+/// to the backend.
+#[test]
+fn frames_to_the_metadata_service_stay_in_the_machine() {
+    let served = || {
+        let service = crate::mmds::Metadata::new(100);
+        Some(Served { service, address: crate::mmds::DEFAULT_ADDRESS })
+    };
+    let mut question = vec![0xff; 6];
+    question.extend([2; 6]);
+    question.extend([8, 6, 0, 1, 8, 0, 6, 4, 0, 1, 2, 2, 2, 2, 2, 2, 10, 0, 0, 2]);
+    question.extend([0, 0, 0, 0, 0, 0, 169, 254, 169, 254]);
+    let mut other = question.clone();
+    other[41] = 1;
+    let config = || NetConfig { metadata: served(), ..NetConfig::from_str("fd=9").unwrap() };
+    let (ours, theirs) =
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::NONBLOCK, None)
+            .unwrap();
+    let over_tap = pair_with(config(), OpenNet::tap(Port::Open(ours.into())), MERGEABLE);
+    let (ours, mut stream) = UnixStream::pair().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    let port = Port::Open(OwnedFd::from(ours).into());
+    let over_stream = pair_with(config(), OpenNet::stream(port), MERGEABLE);
+    for mut pair in [over_tap, over_stream] {
+        for frame in [&other, &question, &other] {
+            pair.send(frame);
+        }
+        // Without a buffer, the answer waits for one.
+        assert!(pair.net.process_queue(TRANSMIT).interrupt);
+        assert_eq!((pair.used(TRANSMIT), pair.used(RECEIVE)), (3, 0));
+        pair.add(RECEIVE, DATA + 0x8_0000, 2048);
+        assert!(pair.net.process_queue(RECEIVE).interrupt);
+        assert_eq!(pair.used(RECEIVE), 1);
+        let answer = pair.bytes(DATA + 0x8_0000 + HEADER_BYTES as u64, 42);
+        assert_eq!((&answer[..6], &answer[20..22]), (&[2; 6][..], &[0, 2][..]));
+        assert_eq!(answer[28..32], [169, 254, 169, 254]);
+        assert_eq!((pair.count(|c| &c.sent), pair.count(|c| &c.received)), (3, 1));
+        pair.net.reset();
+    }
+    let mut buffer = [0; 300];
+    for _ in 0..2 {
+        let length = rustix::io::read(&theirs, &mut buffer).unwrap();
+        assert_eq!(buffer[HEADER_BYTES..length], other);
+    }
+    // Nothing else.
+    assert_eq!(rustix::io::read(&theirs, &mut buffer).unwrap_or(0), 0);
+    let length = stream.read(&mut buffer).unwrap();
+    let framed = [&42_u32.to_be_bytes(), &other[..]].concat();
+    assert_eq!(buffer[..length], [&framed[..], &framed].concat());
 }

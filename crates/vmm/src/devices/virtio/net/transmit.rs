@@ -1,6 +1,7 @@
 //! Frames from the guest (virtio 1.3 section 5.1.6.2).
 
 use std::io;
+use std::ops::Range;
 use std::time::Instant;
 
 use ebb_guest_ram::GuestMemory;
@@ -13,6 +14,7 @@ use super::stream::{LEAST_FRAME_BYTES, MAX_FRAME_BYTES, Progress, Stream, broken
 use super::tap::{HEADER_BYTES, Tap};
 use crate::devices::throttle::{Admission, Throttle};
 use crate::devices::virtio::ring::{Used, pop, publish, unpop};
+use crate::mmds::{HEAD_BYTES, Stack};
 
 /// Bytes sent to a stream in one call, after which no further frame is added.
 const BATCH_BYTES: usize = 256 << 10;
@@ -76,6 +78,7 @@ impl Transmit {
         tap: &Tap,
         throttle: &Throttle,
         most: usize,
+        mut metadata: Option<&mut Stack>,
     ) -> Result<Sent, Failure> {
         self.is_blocked = false;
         self.used.clear();
@@ -103,6 +106,13 @@ impl Transmit {
                 unpop(queue, 1);
                 sent.more = false;
                 break;
+            }
+            let range = HEADER_BYTES..bytes;
+            if detour(&self.parts, range, metadata.as_deref_mut(), now) {
+                sent.frames += 1;
+                sent.bytes += frame_bytes;
+                self.used.push((head, 0));
+                continue;
             }
             match self.parts.write(&tap.port) {
                 Ok(_) => {
@@ -136,6 +146,7 @@ impl Transmit {
         stream: &mut Stream,
         throttle: &Throttle,
         most: usize,
+        mut metadata: Option<&mut Stack>,
     ) -> Result<Sent, Failure> {
         let mut sent = Sent { more: true, ..Sent::default() };
         let mut left = most;
@@ -145,7 +156,8 @@ impl Transmit {
                 sent.more = false;
                 return Ok(sent);
             }
-            sent.more = self.gather(queue, throttle, left.min(MAX_PREFIXES), &mut sent.dropped);
+            let most = left.min(MAX_PREFIXES);
+            sent.more = self.gather(queue, throttle, most, metadata.as_deref_mut(), &mut sent);
             left -= self.frames.len().min(left);
             if self.parts.count() > 0 {
                 self.send_batch(queue, stream, &mut sent)?;
@@ -163,7 +175,8 @@ impl Transmit {
         queue: &mut Queue,
         throttle: &Throttle,
         most: usize,
-        dropped: &mut u64,
+        mut metadata: Option<&mut Stack>,
+        sent: &mut Sent,
     ) -> bool {
         self.parts.clear();
         self.frames.clear();
@@ -185,7 +198,7 @@ impl Transmit {
             if pushed.is_err() || !(LEAST_FRAME_BYTES..=MAX_FRAME_BYTES).contains(&bytes) {
                 crate::devices::guest_log!("virtio-net: a chain of {bytes} bytes is no frame");
                 self.parts.truncate(count);
-                *dropped += 1;
+                sent.dropped += 1;
                 self.frames.push(Frame { head, bytes: 0 });
                 continue;
             }
@@ -193,6 +206,14 @@ impl Transmit {
                 self.parts.truncate(count);
                 unpop(queue, 1);
                 return false;
+            }
+            let range = before..before + bytes;
+            if detour(&self.parts, range, metadata.as_deref_mut(), now) {
+                self.parts.truncate(count);
+                sent.frames += 1;
+                sent.bytes += bytes as u64;
+                self.frames.push(Frame { head, bytes: 0 });
+                continue;
             }
             self.parts.insert_prefix(count, bytes as u32);
             self.frames.push(Frame { head, bytes: self.parts.bytes() - before });
@@ -256,6 +277,20 @@ impl Transmit {
         let dropped = self.used.len();
         Ok(Sent { dropped: dropped as u64, more: dropped == most, ..Sent::default() })
     }
+}
+
+/// Gives a frame to the metadata service if it is for it, in place of the backend.
+fn detour(parts: &Parts, range: Range<usize>, metadata: Option<&mut Stack>, now: Instant) -> bool {
+    let Some(stack) = metadata else { return false };
+    let mut head = [0; HEAD_BYTES];
+    let head = &mut head[..HEAD_BYTES.min(range.len())];
+    parts.copy_to(range.start, head);
+    if !stack.takes(head) {
+        return false;
+    }
+    // The guest may have changed it since; what is copied counts.
+    stack.receive(&parts.copy_out(range.start, range.len()), now);
+    true
 }
 
 fn is_full(error: &io::Error) -> bool {
