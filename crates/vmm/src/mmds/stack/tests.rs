@@ -283,3 +283,23 @@ proptest! {
         fuzz_frames(&data);
     }
 }
+
+/// Many runs of the fuzz target: `EBB_MMDS_RUNS=100000 cargo test -p ebb-vmm hostile_frames -- \
+/// --ignored`.
+#[test]
+#[ignore = "takes as long as the number of runs asks for"]
+fn hostile_frames_by_number() {
+    let runs = std::env::var("EBB_MMDS_RUNS").map_or(1000, |text| text.parse().unwrap());
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut data = vec![0; 4096];
+    for _ in 0..runs {
+        for chunk in data.chunks_exact_mut(8) {
+            // xorshift64
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            chunk.copy_from_slice(&state.to_le_bytes());
+        }
+        fuzz_frames(&data);
+    }
+}
