@@ -1,6 +1,7 @@
 //! Memory of the monitor's own program.
 
 use std::ffi::c_void;
+use std::slice;
 
 const PAGE_BYTES: usize = 4096;
 
@@ -24,9 +25,9 @@ unsafe extern "C" fn release(
 ) -> libc::c_int {
     // SAFETY: promised by the caller.
     let info = unsafe { &*info };
-    for index in 0..usize::from(info.dlpi_phnum) {
-        // SAFETY: the table has this many entries and is part of the program.
-        let segment = unsafe { &*info.dlpi_phdr.add(index) };
+    // SAFETY: the table has this many entries and is part of the program.
+    let segments = unsafe { slice::from_raw_parts(info.dlpi_phdr, usize::from(info.dlpi_phnum)) };
+    for segment in segments {
         if segment.p_type != libc::PT_LOAD || segment.p_flags & libc::PF_W != 0 {
             continue;
         }

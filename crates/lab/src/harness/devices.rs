@@ -44,7 +44,7 @@ pub enum QemuEngine {
 impl Device<'_> {
     /// The arguments of a monitor that has it.
     pub fn arguments(&self, monitor: MonitorKind) -> Vec<String> {
-        let words = match (monitor, self) {
+        match (monitor, self) {
             (MonitorKind::Ebb, Self::Disk { path, cache, .. }) => {
                 let direct = if *cache == HostCache::Bypassed { ",direct=on" } else { "" };
                 vec!["--disk".to_owned(), format!("path={}{direct}", path.display())]
@@ -68,8 +68,7 @@ impl Device<'_> {
                     .map(str::to_owned)
                     .into()
             }
-        };
-        words
+        }
     }
 }
 

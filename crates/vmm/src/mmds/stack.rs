@@ -322,7 +322,8 @@ fn resolve(packet: &[u8], address: Ipv4Addr) -> Option<[u8; ARP_BYTES]> {
 /// Whether a packet is TCP in one piece (RFC 791).
 fn is_tcp(packet: &[u8]) -> bool {
     packet.get(..20).is_some_and(|header| {
-        header[0] >> 4 == 4 && header[9] == 6 && header[6] & 0x3f == 0 && header[7] == 0
+        let fragment = u16::from_be_bytes([header[6], header[7]]) & 0x3fff;
+        header[0] >> 4 == 4 && header[9] == 6 && fragment == 0
     })
 }
 

@@ -1,6 +1,7 @@
 //! Session tokens: the time of their end with a code that only this process can make. They take no
 //! memory, however many a guest asks for.
 
+use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use ring::hmac;
@@ -47,8 +48,11 @@ impl Tokens {
         let end = self.age(now) + Duration::from_secs(seconds.into());
         let end = u64::try_from(end.as_nanos()).unwrap_or(u64::MAX).to_le_bytes();
         let code = hmac::sign(&self.key, &end);
-        let bytes = end.iter().chain(code.as_ref());
-        Ok(bytes.map(|byte| format!("{byte:02x}")).collect())
+        let mut token = String::new();
+        for byte in end.iter().chain(code.as_ref()) {
+            let _ = write!(token, "{byte:02x}");
+        }
+        Ok(token)
     }
 
     /// Whether a token was made here and has not ended.

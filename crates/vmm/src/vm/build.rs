@@ -53,7 +53,7 @@ pub(super) struct Built {
     /// Signalled when the guest has read all console input.
     pub input_read: EventFd,
     /// When everything was built, and its memory began to be filled.
-    pub built_at: Instant,
+    pub ready_at: Instant,
 }
 
 /// Collects devices while they are connected.
@@ -236,7 +236,7 @@ pub(super) fn build(
         companion: None,
         trim_cursor: Mutex::new(0),
     };
-    let built_at = Instant::now();
+    let ready_at = Instant::now();
     match origin {
         Origin::Kernel => vm.load_and_enter()?,
         Origin::Snapshot(snapshot) => {
@@ -247,7 +247,7 @@ pub(super) fn build(
         // arrives.
         Origin::Migration(_) => vm.workers.iter().for_each(Worker::pause),
     }
-    Ok(Built { vm, input_read, built_at })
+    Ok(Built { vm, input_read, ready_at })
 }
 
 /// The files that the guest boots from. A continued machine needs them for a reboot only.

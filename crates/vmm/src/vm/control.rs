@@ -10,6 +10,7 @@ use std::time::Duration;
 use super::balloon;
 use super::migration::request::Order;
 use super::save::Save;
+use super::start_parts::StartParts;
 use super::vsock::VsockHandle;
 use super::{Vm, lock};
 use crate::api::control::{ControlError, Document, Machine, Operation, Outcome};
@@ -240,7 +241,7 @@ impl Vm {
                 count("mmio_write", &counters.mmio_write),
                 count("kicked", &counters.kicked),
             ],
-            start_us: self.start_parts.get().map_or_else(Vec::new, |parts| parts.counts()),
+            start_us: self.start_parts.get().map_or_else(Vec::new, StartParts::counts),
         }
     }
 }

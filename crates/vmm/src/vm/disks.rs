@@ -32,7 +32,7 @@ impl Vm {
     pub(super) fn described(&self) -> MachineConfig {
         let mut machine = MachineConfig::of(&self.config);
         for (described, disk) in machine.disks.iter_mut().zip(&self.disks) {
-            lock(&disk.transport).device().path().clone_into(&mut described.path);
+            lock(&disk.transport).device().base_path().clone_into(&mut described.path);
         }
         machine
     }
@@ -53,9 +53,7 @@ impl Vm {
                 message: "another image has its own size".to_owned(),
                 remedy: Some("omit the size".to_owned()),
             }),
-            None if descriptors.is_empty() => {
-                self.resize_disk(self.find_disk(&change.device)?, change)
-            }
+            None if descriptors.is_empty() => resize_disk(self.find_disk(&change.device)?, change),
             None => Err(ControlError::Invalid {
                 field: "path",
                 message: "file descriptors came with the request, which names no image".to_owned(),
@@ -107,41 +105,41 @@ impl Vm {
             }
         })
     }
+}
 
-    fn resize_disk(&self, disk: &NamedDisk, change: &DiskResize) -> Result<(), ControlError> {
-        let mut transport = lock(&disk.transport);
-        let before = transport.device().info().size_bytes;
-        let after = transport.device_mut().resize(change.size_bytes).map_err(|error| {
-            let message = format!("{}: {error}", disk.device);
-            match error {
-                ResizeError::Shrinks { known_bytes, .. } => ControlError::WrongState {
-                    message,
-                    remedy: Some(format!("enlarge the image to {known_bytes} bytes or more")),
-                },
-                ResizeError::OddSize { block_bytes, .. } => ControlError::WrongState {
-                    message,
-                    remedy: Some(format!("enlarge it to a multiple of {block_bytes}")),
-                },
-                ResizeError::TooLarge { .. } => ControlError::WrongState {
-                    message,
-                    remedy: Some("start the machine anew with the larger image".to_owned()),
-                },
-                ResizeError::SizeOfRaw => ControlError::Invalid {
-                    field: "size_bytes",
-                    message,
-                    remedy: Some("enlarge the file or device, and omit the size".to_owned()),
-                },
-                ResizeError::NoSize => ControlError::Invalid {
-                    field: "size_bytes",
-                    message,
-                    remedy: Some("send the new size".to_owned()),
-                },
-                ResizeError::Image(_) => ControlError::Failed { message },
-            }
-        })?;
-        if after != before {
-            transport.config_changed();
+fn resize_disk(disk: &NamedDisk, change: &DiskResize) -> Result<(), ControlError> {
+    let mut transport = lock(&disk.transport);
+    let before = transport.device().info().size_bytes;
+    let after = transport.device_mut().resize(change.size_bytes).map_err(|error| {
+        let message = format!("{}: {error}", disk.device);
+        match error {
+            ResizeError::Shrinks { known_bytes, .. } => ControlError::WrongState {
+                message,
+                remedy: Some(format!("enlarge the image to {known_bytes} bytes or more")),
+            },
+            ResizeError::OddSize { block_bytes, .. } => ControlError::WrongState {
+                message,
+                remedy: Some(format!("enlarge it to a multiple of {block_bytes}")),
+            },
+            ResizeError::TooLarge { .. } => ControlError::WrongState {
+                message,
+                remedy: Some("start the machine anew with the larger image".to_owned()),
+            },
+            ResizeError::SizeOfRaw => ControlError::Invalid {
+                field: "size_bytes",
+                message,
+                remedy: Some("enlarge the file or device, and omit the size".to_owned()),
+            },
+            ResizeError::NoSize => ControlError::Invalid {
+                field: "size_bytes",
+                message,
+                remedy: Some("send the new size".to_owned()),
+            },
+            ResizeError::Image(_) => ControlError::Failed { message },
         }
-        Ok(())
+    })?;
+    if after != before {
+        transport.config_changed();
     }
+    Ok(())
 }

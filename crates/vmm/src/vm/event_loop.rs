@@ -151,9 +151,9 @@ fn run_machine(
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
     start_log(&filters, &exit)?;
     parts.end("isolate", Instant::now());
-    let Built { mut vm, input_read, built_at } =
+    let Built { mut vm, input_read, ready_at } =
         build(config, origin, nets, &isolation, &filters, &exit)?;
-    parts.end("build", built_at);
+    parts.end("build", ready_at);
     parts.end("load", Instant::now());
     if vm.config.memory.populate == Populate::Prealloc {
         // It takes a second for some GiB, and must not delay an end.

@@ -192,7 +192,7 @@ impl Block {
     }
 
     /// Path of its image, or of the one that it is an overlay of.
-    pub fn path(&self) -> &Path {
+    pub fn base_path(&self) -> &Path {
         &self.base_path
     }
 

@@ -307,10 +307,10 @@ fn another_image_takes_the_place_of_the_first_one() {
     assert!(problem(&mut disk, "b", mixed).contains("not the same"));
     let folder = vec![File::open(directory.path()).unwrap(), reading()];
     assert!(problem(&mut disk, "b", folder).contains("neither a file nor a block device"));
-    assert_eq!((disk.disk_bytes(), disk.path()), (Some(8192), &*path("a")));
+    assert_eq!((disk.disk_bytes(), disk.base_path()), (Some(8192), &*path("a")));
 
     disk.replace(&path("b"), files(&path("b"))).unwrap();
-    assert_eq!((disk.disk_bytes(), disk.path()), (Some(4096), &*path("b")));
+    assert_eq!((disk.disk_bytes(), disk.base_path()), (Some(4096), &*path("b")));
     assert_eq!(driver.request(&mut disk, blk::VIRTIO_BLK_T_OUT, 1, &[8; 512]), 0);
     assert_ne!(driver.request(&mut disk, blk::VIRTIO_BLK_T_IN, 8, &[0; 512]), 0);
     assert_eq!(disk.info().requests.writes, 2);

@@ -52,14 +52,14 @@ fn stream(features: u64) -> (Pair, UnixStream) {
 }
 
 fn pair(config: &str, opened: OpenNet, features: u64) -> Pair {
-    pair_with(config.parse().unwrap(), opened, features)
+    pair_with(&config.parse().unwrap(), opened, features)
 }
 
-fn pair_with(config: NetConfig, opened: OpenNet, features: u64) -> Pair {
+fn pair_with(config: &NetConfig, opened: OpenNet, features: u64) -> Pair {
     let spec = RegionSpec { start: GuestAddress(0), size_bytes: MEMORY_BYTES, host_node: None };
     let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
     let mac = "02:00:00:00:00:07".parse().unwrap();
-    let mut net = Net::new("net0", &config, mac, opened, ram.memory().clone());
+    let mut net = Net::new("net0", config, mac, opened, ram.memory().clone());
     net.activate(features | 1 << VIRTIO_F_VERSION_1, BASES.map(queue).into()).unwrap();
     Pair { net, ram, available: [0; 3] }
 }
@@ -502,11 +502,11 @@ fn frames_to_the_metadata_service_stay_in_the_machine() {
     let (ours, theirs) =
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::NONBLOCK, None)
             .unwrap();
-    let over_tap = pair_with(config(), OpenNet::tap(Port::Open(ours.into())), MERGEABLE);
+    let over_tap = pair_with(&config(), OpenNet::tap(Port::Open(ours.into())), MERGEABLE);
     let (ours, mut stream) = UnixStream::pair().unwrap();
     ours.set_nonblocking(true).unwrap();
     let port = Port::Open(OwnedFd::from(ours).into());
-    let over_stream = pair_with(config(), OpenNet::stream(port), MERGEABLE);
+    let over_stream = pair_with(&config(), OpenNet::stream(port), MERGEABLE);
     for mut pair in [over_tap, over_stream] {
         for frame in [&other, &question, &other] {
             pair.send(frame);
