@@ -8,7 +8,7 @@
 //! | `http` | a request -> an answer, pure |
 //! | `stack` | Ethernet frames in and out: address resolution, and TCP by smoltcp |
 //!
-//! A network device that has a [`Stack`] gives it the guest's frames to the address, and the
+//! A network device that has a `Stack` gives it the guest's frames to the address, and the
 //! guest gets its answers like other frames. Each device has a stack of its own; the store is
 //! one.
 

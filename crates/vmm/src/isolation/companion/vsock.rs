@@ -80,7 +80,7 @@ impl AsFd for VsockLink {
     }
 }
 
-/// A guest that connects to this port of the host receives [`RANDOM_BYTES`] and then nothing, until
+/// A guest that connects to this port of the host receives random bytes and then nothing, until
 /// a restore resets the connection: its agent then knows that there may be another machine with the
 /// same random numbers. A server of the host on this port comes first.
 pub const RANDOM_PORT: u32 = 3771;
