@@ -114,7 +114,7 @@ pub fn write(metadata: &Metadata, name: &str, mut to: impl Write) -> anyhow::Res
             other.license == package.license && files_of(other).is_ok_and(|files| !files.is_empty())
         };
         ensure!(
-            linked.iter().any(|other| has_text(other)),
+            linked.iter().any(has_text),
             "no crate comes with the text of the licence of {crate_name}"
         );
         for file in files {
