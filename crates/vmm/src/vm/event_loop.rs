@@ -114,7 +114,7 @@ fn run_from(
     mut front: Option<Front>,
 ) -> Result<GuestExit, VmError> {
     let outcome = run_machine(config, origin, start, &mut front);
-    // Remains if no thread serves its clients, so that one who waits for an answer gets the reason.
+    // Remains if no thread serves the clients: one that waits for an answer gets the reason.
     if let (Some(front), Err(error)) = (front, &outcome) {
         (front.started)(Err(error.to_string()));
         front.clients.finish(&*front.pre_boot);
