@@ -21,7 +21,7 @@ fn help_and_version() {
 #[test]
 fn wrong_ports_are_errors() {
     for port in ["", "-1", "4294967296", "ssh"] {
-        let output = agent(&["--port", port]);
+        let output = agent(&[&format!("--port={port}")]);
         assert_eq!(output.status.code(), Some(2), "{output:?}");
         let text = String::from_utf8(output.stderr).unwrap();
         assert!(text.contains("--port"), "{text}");
