@@ -31,16 +31,18 @@ pub const TESTS: &[Test] = &[
 /// Number of pauses that no reader may notice.
 const PAUSES: usize = 100;
 /// Number of snapshots that no reader may notice.
-const RESTORES: usize = 20;
+fn restores() -> usize {
+    counts(6, 20)
+}
 /// Number of snapshots with clocks that catch up, in which the readers see gaps.
 fn restores_that_catch_up() -> usize {
-    counts(3, 5)
+    counts(2, 5)
 }
 /// A pause that is long compared with the time that the emulated host loses by itself.
 const PAUSE: Duration = Duration::from_secs(2);
 /// Longer than the watchdog timeouts of a guest's kernel: 20 s for a soft lockup, 21 s for a stall.
 fn long_pause_time() -> Duration {
-    counts(Duration::from_secs(30), Duration::from_secs(60))
+    counts(Duration::from_secs(25), Duration::from_secs(60))
 }
 /// Age of an old snapshot, whose guest has watchdog timeouts of a few seconds.
 const AGE: Duration = Duration::from_secs(20);
@@ -173,7 +175,7 @@ fn readers_over_restores(scene: &Scene) {
     watch(&guest);
     let mut readers = watched(&guest);
     let (mut advances, mut real_time) = (Vec::new(), Vec::new());
-    for _ in 0..RESTORES {
+    for _ in 0..restores() {
         let before = ClockSample::take(&guest);
         guest.save_and_end(&file);
         guest = Restore::new(scene, &file).start();
@@ -182,7 +184,11 @@ fn readers_over_restores(scene: &Scene) {
         real_time.push(after.real_time_error_ns);
         readers = watched_since(&guest, &readers);
     }
-    println!("    {} readings over {RESTORES} restores with policy continue", readers.readings());
+    println!(
+        "    {} readings over {} restores with policy continue",
+        readers.readings(),
+        restores()
+    );
     print_lags("restores with policy continue", &advances);
     print_real_time("restores with policy continue", &real_time);
     assert_eq!(complaints(&guest), silence);

@@ -4,7 +4,7 @@ use ebb_agent::protocol::Command;
 use ebb_vmm::api::BalloonState;
 
 use crate::guest::{Guest, MIB};
-use crate::harness::{Scene, Test, eventually, when};
+use crate::harness::{Scene, Test, counts, eventually, when};
 use crate::setup::Setup;
 
 /// The tests.
@@ -26,7 +26,7 @@ fn reload_with_a_full_balloon(scene: &Scene) {
     let guest = Setup::new(scene).balloon("reporting=on,deflate_on_oom=off").start();
     guest.run(Command::Hold { bytes: 64 * MIB, pattern: 21 });
     let total = guest.meminfo("MemTotal");
-    for round in 0..5 {
+    for round in 0..counts(2, 5) {
         guest.inflate_to(128 * MIB);
         unload(&guest);
         let info = guest.balloon();

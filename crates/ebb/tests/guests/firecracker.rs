@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, eventually, when};
 use crate::net::{Tap, run};
+use crate::setup::CMDLINE;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
@@ -21,8 +22,6 @@ pub const TESTS: &[Test] = &[
     Test::new("firecracker::config_file", 120, config_file),
 ];
 
-const CMDLINE: &str =
-    "console=ttyS0 quiet loglevel=1 panic=-1 mitigations=off nokaslr tsc=reliable";
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A request with its status and document.
@@ -71,7 +70,7 @@ fn life(scene: &Scene) {
     let world = &scene.world;
     done(&api, "PUT", "/machine-config", &json!({ "vcpu_count": 1, "mem_size_mib": 256 }));
     let boot = json!({
-        "kernel_image_path": world.vmlinux, "initrd_path": world.initrd, "boot_args": CMDLINE,
+        "kernel_image_path": world.vmlinux, "initrd_path": world.initrd, "boot_args": format!("{CMDLINE} tsc=reliable"),
     });
     done(&api, "PUT", "/boot-source", &boot);
     let drive = json!({
@@ -185,7 +184,7 @@ fn config_file(scene: &Scene) {
     let world = &scene.world;
     let config = json!({
         "boot-source": {
-            "kernel_image_path": world.vmlinux, "initrd_path": world.initrd, "boot_args": CMDLINE,
+            "kernel_image_path": world.vmlinux, "initrd_path": world.initrd, "boot_args": format!("{CMDLINE} tsc=reliable"),
         },
         "drives": [],
         "machine-config": { "vcpu_count": 1, "mem_size_mib": 128 },

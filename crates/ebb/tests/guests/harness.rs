@@ -19,8 +19,9 @@ use crate::trace::{HOST_FAILED, Trace};
 
 /// Time limit for the end of a test after its guests were killed.
 const GRACE: Duration = Duration::from_secs(5);
-/// Interval of checks for an awaited state.
-const POLL: Duration = Duration::from_millis(30);
+/// Shortest and longest interval of checks for an awaited state. They cost the processor time that
+/// the guest needs to reach it.
+const POLL: [Duration; 2] = [Duration::from_millis(15), Duration::from_millis(300)];
 
 /// A test with its time limit.
 pub struct Test {
@@ -352,7 +353,7 @@ pub fn eventually<T>(what: &str, limit_s: u64, mut check: impl FnMut() -> Result
                 );
             }
         }
-        thread::sleep(POLL);
+        thread::sleep((started.elapsed() / 8).clamp(POLL[0], POLL[1]));
     }
 }
 

@@ -10,7 +10,7 @@ use serde_json::json;
 
 use crate::backing;
 use crate::guest::{Guest, MIB};
-use crate::harness::{Scene, Test};
+use crate::harness::{Scene, Test, counts};
 use crate::hostile_driver;
 use crate::place::PROGRAM_IN_GUEST;
 use crate::setup::Setup;
@@ -134,7 +134,7 @@ fn setup<'a>(scene: &'a Scene, memory: &str) -> Setup<'a> {
 }
 
 fn every_mistake_and_then_anything(scene: &Scene) {
-    check(&setup(scene, "size=512M").start(), 20_260_801, 250);
+    check(&setup(scene, "size=512M").start(), 20_260_801, counts(120, 250));
 }
 
 fn with_hugetlb(scene: &Scene) {
@@ -143,5 +143,5 @@ fn with_hugetlb(scene: &Scene) {
         // `backing::hugetlb` tests the monitor on such a machine.
         return;
     }
-    check(&setup(scene, "size=512M,backing=hugetlb").start(), 42, 100);
+    check(&setup(scene, "size=512M,backing=hugetlb").start(), 42, counts(60, 100));
 }

@@ -4,7 +4,7 @@ use ebb_agent::protocol::Command;
 use ebb_vmm::api::BalloonState;
 
 use crate::guest::{GIB, MIB};
-use crate::harness::{Scene, Test, eventually, when};
+use crate::harness::{Scene, Test, counts, eventually, when};
 use crate::setup::Setup;
 
 /// The tests.
@@ -18,20 +18,22 @@ pub const TESTS: &[Test] = &[
 fn to_a_target_and_back(scene: &Scene) {
     // Without deflate on OOM the driver subtracts the balloon from the guest's total (Linux
     // virtio_balloon.c, adjust_managed_page_count).
+    let (ram, touched, size) =
+        counts((512 * MIB, 360 * MIB, 280 * MIB), (GIB, 800 * MIB, 640 * MIB));
+    let memory = format!("size={ram}");
     let guest =
-        Setup::new(scene).memory("size=1G").balloon("reporting=off,deflate_on_oom=off").start();
-    guest.run(Command::AllocTouchExit { bytes: 800 * MIB });
+        Setup::new(scene).memory(&memory).balloon("reporting=off,deflate_on_oom=off").start();
+    guest.run(Command::AllocTouchExit { bytes: touched });
     let (resident_before, process_before) = (guest.resident(), guest.process_bytes());
-    assert!(resident_before > 800 * MIB, "{resident_before}");
+    assert!(resident_before > touched, "{resident_before}");
     let total_before = guest.meminfo("MemTotal");
 
-    let size = 640 * MIB;
     guest.inflate_to(size);
     assert_eq!(guest.balloon().state, BalloonState::Idle);
     assert_eq!(guest.meminfo("MemTotal"), total_before - size);
     // At least this many of the touched bytes must be in the balloon, whichever pages the driver
     // selects.
-    let must_fall = size - (GIB - resident_before);
+    let must_fall = size - (ram - resident_before);
     eventually("the balloon's pages are returned to the host", 20, || {
         let (resident, process) = (guest.resident(), guest.process_bytes());
         when(
@@ -45,7 +47,7 @@ fn to_a_target_and_back(scene: &Scene) {
             },
         )
     });
-    assert!(guest.resident() <= GIB - size + 4 * MIB);
+    assert!(guest.resident() <= ram - size + 4 * MIB);
 
     guest.inflate_to(0);
     assert_eq!(guest.meminfo("MemTotal"), total_before);
@@ -53,8 +55,8 @@ fn to_a_target_and_back(scene: &Scene) {
     assert!(bytes("inflated") >= size && bytes("deflated") >= size);
     assert!(bytes("discarded") >= size && bytes("discarded") <= size / 10 * 11);
     // All of it can be used again.
-    guest.run(Command::AllocTouchExit { bytes: 800 * MIB });
-    assert!(guest.resident() > 800 * MIB);
+    guest.run(Command::AllocTouchExit { bytes: touched });
+    assert!(guest.resident() > touched);
     for kind in ["outside_ram", "double_page", "broken_queue", "discard_failed", "bad_address"] {
         assert_eq!(
             guest.metric(&format!("ebb_balloon_errors_total{{kind=\"{kind}\"}}")),
@@ -65,23 +67,26 @@ fn to_a_target_and_back(scene: &Scene) {
 }
 
 fn content_survives(scene: &Scene) {
-    let guest = Setup::new(scene).memory("size=1G").balloon("reporting=on").start();
+    // 512 MiB of guest memory, or a GiB in a long run.
+    let unit = counts(MIB, 2 * MIB);
+    let memory = format!("size={}", 512 * unit);
+    let guest = Setup::new(scene).memory(&memory).balloon("reporting=on").start();
     for pattern in 1..=4 {
         // Memory is freed in between, so that held and free pages are interleaved.
-        guest.run(Command::Hold { bytes: 48 * MIB, pattern });
-        guest.run(Command::AllocTouchExit { bytes: 64 * MIB });
+        guest.run(Command::Hold { bytes: 24 * unit, pattern });
+        guest.run(Command::AllocTouchExit { bytes: 32 * unit });
     }
-    for target in [500 * MIB, 100 * MIB, 640 * MIB, 0] {
+    for target in [250 * unit, 50 * unit, 300 * unit, 0] {
         guest.inflate_to(target);
         assert_eq!(guest.wrong_pages(), 0, "with a balloon of {target} bytes");
-        guest.run(Command::AllocTouchExit { bytes: 128 * MIB });
+        guest.run(Command::AllocTouchExit { bytes: 50 * unit });
         assert_eq!(guest.wrong_pages(), 0, "after work with a balloon of {target} bytes");
     }
     let reported = guest.metric("ebb_balloon_reported_bytes_total");
-    guest.run(Command::AllocTouchExit { bytes: 400 * MIB });
+    guest.run(Command::AllocTouchExit { bytes: 200 * unit });
     eventually("free memory is reported", 60, || {
         let now = guest.metric("ebb_balloon_reported_bytes_total");
-        when(now > reported + 200 * MIB, || format!("{reported} -> {now} bytes"))
+        when(now > reported + 100 * unit, || format!("{reported} -> {now} bytes"))
     });
     assert_eq!(guest.wrong_pages(), 0, "after reports");
 }

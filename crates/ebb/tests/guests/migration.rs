@@ -34,7 +34,7 @@ pub const TESTS: &[Test] = &[
 const NONE: [&str; 0] = [];
 /// Number of migrations of a guest; each takes some seconds in an emulated host.
 fn moves() -> usize {
-    counts(6, 20)
+    counts(4, 20)
 }
 
 /// Checks the content of all held memory.
@@ -149,7 +149,7 @@ fn move_often(scene: &Scene, cpus: &str) {
         // It may have just ended.
         let _ = guest.outcome(guest.send(Command::Cancel { id: work }));
     }
-    assert!(moves_at_work >= 3, "{moves_at_work} migrations while the workload ran");
+    assert!(moves_at_work * 2 >= moves(), "{moves_at_work} migrations while the workload ran");
     assert!(checked > 0, "the workload has not checked any page");
     assert_eq!(complaints(&guest), "");
 }
@@ -273,14 +273,14 @@ fn memory_is_handed_over(scene: &Scene) {
 
 fn more_writing_than_sending(scene: &Scene) {
     let guest = Setup::new(scene).memory("size=256M").start();
-    let (bytes, seconds) = counts((64 * MIB, 25), (128 * MIB, 50));
+    let (bytes, seconds) = counts((32 * MIB, 20), (128 * MIB, 50));
     let churn =
         Command::Churn { bytes, tasks: 1, seed: 48, operations: None, seconds: Some(seconds) };
     let work = guest.send(churn);
     guest.wait_started(work);
     // Much less bandwidth than the guest writes: only the time limit ends the migration.
     let options =
-        ["--bandwidth", "4M", "--timeout", "8", "--on-timeout", "force", "--downtime", "20"];
+        ["--bandwidth", "4M", "--timeout", "5", "--on-timeout", "force", "--downtime", "20"];
     let (guest, report) = move_to(Receive::new(scene, "second", Route::Tcp), guest, options);
     assert!(number(&report, "rounds") >= 2, "{report}");
     checked_pages(&guest.outcome(work).unwrap());

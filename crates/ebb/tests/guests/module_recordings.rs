@@ -1,6 +1,8 @@
 //! Replays recordings of the trackers of Ebb's balloon driver through their model.
 
+use std::fs::File;
 use std::io::Read;
+use std::path::Path;
 
 use ebb_agent::protocol::Command;
 use ebb_tracker_model::recording::{PageEvent, Recording};
@@ -9,7 +11,7 @@ use ebb_tracker_model::tracker::Kind;
 use flate2::read::GzDecoder;
 
 use crate::guest::{Guest, MIB};
-use crate::harness::{Scene, Test, eventually, when};
+use crate::harness::{Scene, Test, counts, eventually, when};
 use crate::module_support::Module;
 use crate::setup::Setup;
 
@@ -18,14 +20,16 @@ pub const TESTS: &[Test] = &[Test::new("module::recordings_replay", 300, recordi
 
 /// File that starts, stops and returns recordings.
 const RECORDING: &str = "/sys/kernel/debug/ebb_balloon/recording";
-/// Bytes of a file to read at a time; the agent limits the length.
-const PIECE_BYTES: usize = 48 << 10;
+/// Size of the disk over which a compressed recording leaves the guest.
+const DISK_BYTES: u64 = 8 << 20;
 /// Maximum number of events of a recording, a few times the usual number.
 const EVENTS: &str = "100000";
 /// Bytes that the program writes page by page: some blocks of 2 MiB.
 const PROGRAM_BYTES: u64 = 4 * MIB;
 /// Maximum number of events of each kind that are omitted, one at a time.
-const SAMPLE: usize = 40;
+fn sample() -> usize {
+    counts(15, 40)
+}
 /// Events of a tracker's handling of a block. A recording that lacks any one of them is refused.
 const HANDLING: [PageEvent; 4] =
     [PageEvent::Isolate, PageEvent::Report, PageEvent::Answer, PageEvent::Putback];
@@ -40,30 +44,20 @@ fn shell(guest: &Guest, line: &str) -> String {
     result["stdout"].as_str().expect("text").to_owned()
 }
 
-/// Reads a recording over the console, which is slow: compressed, in hexadecimal digits.
-fn read_recording(guest: &Guest) -> String {
-    shell(guest, &format!("gzip -c {RECORDING} | xxd -p > /recording"));
-    let mut digits = String::new();
-    for piece in 0.. {
-        let line = format!("dd if=/recording bs={PIECE_BYTES} skip={piece} count=1 2>/dev/null");
-        let part = shell(guest, &line);
-        digits.push_str(&part);
-        if part.len() < PIECE_BYTES {
-            break;
-        }
-    }
-    digits.retain(|digit| digit.is_ascii_hexdigit());
-    let bytes: Vec<u8> = (0..digits.len() / 2)
-        .map(|at| u8::from_str_radix(&digits[2 * at..2 * at + 2], 16).expect("digits"))
-        .collect();
+/// Reads a recording, which the guest writes to its disk. What follows it there is not read.
+fn read_recording(guest: &Guest, disk: &Path) -> String {
+    shell(guest, &format!("gzip -c {RECORDING} | dd of=/dev/vda bs=64k conv=fsync 2>/dev/null"));
     let mut text = String::new();
-    GzDecoder::new(bytes.as_slice()).read_to_string(&mut text).expect("gzip's format");
+    let file = File::open(disk).expect("the guest's disk");
+    GzDecoder::new(file).read_to_string(&mut text).expect("gzip's format");
     text
 }
 
 fn recordings_replay(scene: &Scene) {
+    let disk = scene.path("disk");
+    File::create(&disk).unwrap().set_len(DISK_BYTES).unwrap();
     let setup = Setup::new(scene)
-        .args(["--cpus", "2"])
+        .args(["--cpus", "2", "--disk", &format!("path={}", disk.display())])
         .memory("size=256M")
         .balloon("reporting=on,verify_reports=on");
     let quick =
@@ -85,7 +79,7 @@ fn recordings_replay(scene: &Scene) {
         guest.run(Command::AllocTouchExit { bytes: PROGRAM_BYTES });
         guest.run(Command::Sleep { ms: 1000 });
         guest.write_file(RECORDING, "0");
-        recordings.push((kind, read_recording(guest)));
+        recordings.push((kind, read_recording(guest, &disk)));
     }
     module.set("tracker", "none");
     assert_eq!(module.counter("isolated_now"), 0);
@@ -108,7 +102,7 @@ fn check(kind: Kind, text: &str) {
     });
     assert_eq!(replayed.trackers, [kind]);
     let without = |event| {
-        replay_without_one(&recording, event, SAMPLE).unwrap_or_else(|error| panic!("{error}"))
+        replay_without_one(&recording, event, sample()).unwrap_or_else(|error| panic!("{error}"))
     };
     for event in HANDLING {
         let removals = without(event);

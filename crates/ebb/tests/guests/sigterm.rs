@@ -11,6 +11,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, eventually, when};
+use crate::lifecycle::inflating;
 use crate::moved::{Migrate, Receive, Route, wait_sending};
 use crate::saved::Restore;
 use crate::setup::Setup;
@@ -63,14 +64,7 @@ fn of_a_machine(scene: &Scene) {
     guest.put("/vm/pause");
     end("paused", guest);
 
-    let guest = Setup::new(scene).memory("size=1G,thp=off").start();
-    guest.run(Command::AllocTouchExit { bytes: 800 * MIB });
-    guest.set_target(760 * MIB);
-    eventually("the balloon grows", 20, || {
-        let bytes = guest.metric("ebb_balloon_inflated_bytes_total");
-        when(bytes > 0, || "nothing yet".to_owned())
-    });
-    end("inflating", guest);
+    end("inflating", inflating(Setup::new(scene)));
 
     // A client of the API that never completes its request, and one that does not read.
     let guest = Setup::new(scene).start();

@@ -10,7 +10,7 @@ use ebb_vmm::api::VmState;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
 use crate::guest::{GIB, Guest, MIB};
-use crate::harness::{Scene, Test, eventually, when};
+use crate::harness::{Scene, Test, counts, eventually, when};
 use crate::saved::{Restore, describe};
 use crate::setup::Setup;
 
@@ -139,9 +139,9 @@ fn reboot_after_restore(scene: &Scene) {
 
 fn while_inflating(scene: &Scene) {
     let file = scene.path("vm.snapshot");
-    let guest = Setup::new(scene).memory("size=384M,thp=off").start();
-    guest.run(Command::AllocTouchExit { bytes: 260 * MIB });
-    guest.set_target(240 * MIB);
+    let guest = Setup::new(scene).memory("size=256M,thp=off").start();
+    guest.run(Command::AllocTouchExit { bytes: 150 * MIB });
+    guest.set_target(130 * MIB);
     eventually("the balloon grows", 20, || {
         let bytes = guest.metric("ebb_balloon_inflated_bytes_total");
         when(bytes > 0, || "nothing yet".to_owned())
@@ -150,25 +150,27 @@ fn while_inflating(scene: &Scene) {
     let guest = Restore::new(scene, &file).start();
     eventually("the balloon reaches its target", 120, || {
         let info = guest.balloon();
-        when((info.target_bytes, info.actual_bytes) == (240 * MIB, 240 * MIB), || {
+        when((info.target_bytes, info.actual_bytes) == (130 * MIB, 130 * MIB), || {
             format!("{info:?}")
         })
     });
     // More than the guest can give: the balloon stays below its target, and can be saved like that.
-    guest.set_target(370 * MIB);
+    guest.set_target(250 * MIB);
     let second = scene.path("second.snapshot");
     let smaller = guest.save_and_end(&second);
     assert!(smaller.stored_bytes < report.stored_bytes, "{report:?} {smaller:?}");
     let guest = Restore::new(scene, &second).start();
-    assert_eq!(guest.balloon().target_bytes, 370 * MIB);
+    assert_eq!(guest.balloon().target_bytes, 250 * MIB);
     guest.inflate_to(0);
-    guest.run(Command::Hold { bytes: 200 * MIB, pattern: 9 });
+    guest.run(Command::Hold { bytes: 100 * MIB, pattern: 9 });
     assert_eq!(guest.wrong_pages(), 0);
 }
 
 fn of_reported_memory_is_small(scene: &Scene) {
-    let guest = Setup::new(scene).memory("size=2G").balloon("reporting=on").start();
-    guest.run(Command::AllocTouchExit { bytes: 1200 * MIB });
+    let ram = counts(GIB, 2 * GIB);
+    let memory = format!("size={ram}");
+    let guest = Setup::new(scene).memory(&memory).balloon("reporting=on").start();
+    guest.run(Command::AllocTouchExit { bytes: ram / 10 * 6 });
     assert!(guest.metric("ebb_guest_resident_bytes") > 0);
     // Linux reports for as long as it finds free blocks; then the guest is idle.
     let mut last = u64::MAX;
@@ -176,7 +178,7 @@ fn of_reported_memory_is_small(scene: &Scene) {
     eventually("the guest has reported its unused memory", 150, || {
         std::thread::sleep(std::time::Duration::from_secs(1));
         let now = guest.process_bytes();
-        still = if now.abs_diff(last) < 2 * MIB && now < 600 * MIB { still + 1 } else { 0 };
+        still = if now.abs_diff(last) < 2 * MIB && now < ram / 10 * 3 { still + 1 } else { 0 };
         last = now;
         when(still >= 4, || format!("{now} bytes"))
     });
@@ -185,17 +187,18 @@ fn of_reported_memory_is_small(scene: &Scene) {
     let resident = guest.process_bytes();
     let report = guest.save(&file);
     println!(
-        "    idle guest of 2 GiB: resident {} MiB, in the file {} MiB, on disk {} MiB, {} ms",
+        "    idle guest of {} MiB: resident {} MiB, in the file {} MiB, on disk {} MiB, {} ms",
+        ram / MIB,
         resident / MIB,
         report.ram_bytes / MIB,
         report.stored_bytes / MIB,
         report.elapsed_ms
     );
-    assert!(report.file_bytes >= 2 * GIB, "{report:?}");
+    assert!(report.file_bytes >= ram, "{report:?}");
     assert!(report.stored_bytes <= resident / 100 * 110, "{resident} {report:?}");
     guest.end();
     let guest = Restore::new(scene, &file).start();
-    guest.run(Command::Hold { bytes: 300 * MIB, pattern: 4 });
+    guest.run(Command::Hold { bytes: ram / 10 * 2, pattern: 4 });
     assert_eq!(guest.wrong_pages(), 0);
 }
 
