@@ -65,6 +65,14 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         for page in found.zeros {
             self.plan(Planned { page, hash: PageHash::ZEROS, target: MergeTarget::Zero });
         }
+        // A page of a block that has become huge may still be in the unstable index. It would be
+        // found there as the partner of another candidate, and be planned a second time as itself.
+        for candidate in &found.others {
+            let record = self.blocks.record(candidate.page);
+            if record.state() == State::Unshared {
+                self.set_state(candidate.page, record.with(State::Watched, 0));
+            }
+        }
         let mut round = found.others;
         while !round.is_empty() {
             round = self.join_round(round, pass);

@@ -303,3 +303,19 @@ proptest! {
         play.finish();
     }
 }
+
+/// A page in the unstable index whose block becomes huge is a candidate again; it was planned both
+/// as itself and as the partner of another page.
+#[test]
+fn a_page_of_a_new_huge_page_is_replaced_once() {
+    let mut play = Play::new(true);
+    let events = [
+        Event::ZeroPages(false),
+        Event::Write(2, 513, 0),
+        Event::Passes(2),
+        Event::MakeHuge(2),
+        Event::Scan(1),
+    ];
+    events.iter().for_each(|event| play.apply(event));
+    play.finish();
+}
