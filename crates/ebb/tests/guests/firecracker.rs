@@ -24,6 +24,11 @@ pub const TESTS: &[Test] = &[
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// Kernel arguments of the guests.
+fn boot_args() -> String {
+    format!("{CMDLINE} tsc=reliable")
+}
+
 /// A request with its status and document.
 fn ask(socket: &Path, method: &str, path: &str, body: &Value) -> (u16, Value) {
     let mut stream = UnixStream::connect(socket).expect("the API's socket");
@@ -70,7 +75,8 @@ fn life(scene: &Scene) {
     let world = &scene.world;
     done(&api, "PUT", "/machine-config", &json!({ "vcpu_count": 1, "mem_size_mib": 256 }));
     let boot = json!({
-        "kernel_image_path": world.vmlinux, "initrd_path": world.initrd, "boot_args": format!("{CMDLINE} tsc=reliable"),
+        "kernel_image_path": world.vmlinux, "initrd_path": world.initrd,
+        "boot_args": boot_args(),
     });
     done(&api, "PUT", "/boot-source", &boot);
     let drive = json!({
@@ -184,7 +190,8 @@ fn config_file(scene: &Scene) {
     let world = &scene.world;
     let config = json!({
         "boot-source": {
-            "kernel_image_path": world.vmlinux, "initrd_path": world.initrd, "boot_args": format!("{CMDLINE} tsc=reliable"),
+            "kernel_image_path": world.vmlinux, "initrd_path": world.initrd,
+            "boot_args": boot_args(),
         },
         "drives": [],
         "machine-config": { "vcpu_count": 1, "mem_size_mib": 128 },
