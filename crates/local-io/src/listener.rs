@@ -99,20 +99,32 @@ pub struct SocketEntry {
     pub directory: OwnedFd,
     /// The name in the directory.
     pub name: OsString,
-    /// Device number of the socket.
-    pub device: u64,
-    /// Inode number of the socket.
-    pub inode: u64,
+    /// The socket's file, opened with `O_PATH`. A file system gives the inode number of a removed
+    /// file to the next one, but not while it is open: without it, the socket of the next process
+    /// with this name would look like this one.
+    pub socket: OwnedFd,
+    device: u64,
+    inode: u64,
 }
 
 impl SocketEntry {
+    /// The entry `name` of `directory`, which is `socket`; both are opened with `O_PATH`.
+    ///
+    /// # Errors
+    /// Those of fstat(2).
+    pub fn new(directory: OwnedFd, name: OsString, socket: OwnedFd) -> Result<Self, Errno> {
+        let stat = rustix::fs::fstat(&socket)?;
+        Ok(Self { directory, name, socket, device: stat.st_dev, inode: stat.st_ino })
+    }
+
     fn of(path: &Path) -> Result<Self, Errno> {
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let directory = rustix::fs::open(parent.unwrap_or(Path::new(".")), flags, Mode::empty())?;
         let name = path.file_name().ok_or(Errno::INVAL)?.to_owned();
-        let stat = rustix::fs::statat(&directory, &name, AtFlags::SYMLINK_NOFOLLOW)?;
-        Ok(Self { directory, name, device: stat.st_dev, inode: stat.st_ino })
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let socket = rustix::fs::openat(&directory, &name, flags, Mode::empty())?;
+        Self::new(directory, name, socket)
     }
 
     /// Removes the name, unless another file has taken it.
@@ -192,16 +204,9 @@ impl SocketFile {
 
     /// Changes the permissions of the socket, but not of another file that has taken its name.
     fn set_mode(&self, mode: Mode) -> Result<(), Errno> {
-        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let socket = rustix::fs::open(&self.path, flags, Mode::empty())?;
-        let stat = rustix::fs::fstat(&socket)?;
-        let is_ours =
-            |entry: &SocketEntry| (entry.device, entry.inode) == (stat.st_dev, stat.st_ino);
-        if !self.entry.as_ref().is_some_and(is_ours) {
-            return Err(Errno::NOENT);
-        }
+        let entry = self.entry.as_ref().ok_or(Errno::NOENT)?;
         // fchmod(2) does not accept O_PATH descriptors.
-        rustix::fs::chmod(format!("/proc/self/fd/{}", socket.as_raw_fd()), mode)
+        rustix::fs::chmod(format!("/proc/self/fd/{}", entry.socket.as_raw_fd()), mode)
     }
 
     /// The requested path.

@@ -92,6 +92,26 @@ fn another_file_that_took_the_name_is_kept() {
     assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
 }
 
+/// A process is killed, and the next one takes over the name: file systems give its socket the
+/// inode number of the first.
+#[test]
+fn the_socket_of_the_next_process_is_kept() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
+    for _ in 0..50 {
+        let (mut file, socket) = SocketFile::listen(&path, OWNER, 1).unwrap();
+        drop(socket);
+        // Otherwise the next socket may get the number of the lock.
+        tempfile::NamedTempFile::new_in(directory.path()).unwrap().keep().unwrap();
+        fs::remove_file(&path).unwrap();
+        let next = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        file.remove();
+        assert!(path.exists());
+        drop(next);
+        fs::remove_file(&path).unwrap();
+    }
+}
+
 #[test]
 fn invalid_paths_are_refused() {
     let directory = tempfile::tempdir().unwrap();

@@ -13,7 +13,7 @@ use std::sync::PoisonError;
 
 use ebb_local_io::SocketFile;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::Mode;
+use rustix::fs::{Mode, OFlags};
 use rustix::net::Shutdown;
 
 use super::message::{self, Reply, Request};
@@ -157,15 +157,16 @@ fn send_one(
     let sockets = File::open(scene.join("sockets"))?;
     let outside = File::open(scene.join("outside"))?;
     let directory = input.one(&[sockets.as_fd(), outside.as_fd(), leak.descriptor()]);
-    let other = fs::symlink_metadata(scene.join("sockets/other"))?;
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let other = rustix::fs::open(scene.join("sockets/other"), flags, Mode::empty())?;
     let (mut is_answered, mut descriptors) = (true, Vec::new());
     let request = match input.byte() % 8 {
         0 => None,
         1 => {
             is_answered = false;
-            descriptors.push(directory);
+            descriptors.extend([directory, other.as_fd()]);
             let name = input.one(&["other", "snapshot", "../outside/snapshot", "."]).into();
-            Some(Request::Keep { name, device: other.dev(), inode: other.ino() })
+            Some(Request::Keep { name })
         }
         2 => {
             is_answered = false;

@@ -26,8 +26,9 @@ const MAX_DESCRIPTORS: usize = 32;
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(super) enum Request {
     /// Remove this name from the directory that comes with the message, when the monitor ends or
-    /// asks for it, if it is still the same socket. Names are numbered from 0. Only before `Begin`.
-    Keep { name: OsString, device: u64, inode: u64 },
+    /// asks for it, if it is still the socket that comes after it. Names are numbered from 0. Only
+    /// before `Begin`.
+    Keep { name: OsString },
     /// Remove the cgroup of this name from the directory that comes with the message when the
     /// monitor ends. Only before `Begin`.
     KeepCgroup { name: OsString },

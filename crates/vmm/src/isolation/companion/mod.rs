@@ -178,8 +178,8 @@ impl Companion {
     pub(crate) fn keep(&self, socket: SocketFile) -> Result<KeptName, CompanionError> {
         let removed = || CompanionError::Refused("the socket's name was removed".to_owned());
         let entry = socket.into_entry().ok_or_else(removed)?;
-        let (name, device, inode) = (entry.name, entry.device, entry.inode);
-        self.prepare(&Request::Keep { name, device, inode }, &[entry.directory.as_fd()])?;
+        let descriptors = [entry.directory.as_fd(), entry.socket.as_fd()];
+        self.prepare(&Request::Keep { name: entry.name.clone() }, &descriptors)?;
         let index = self.0.names.fetch_add(1, Ordering::Relaxed);
         Ok(KeptName { companion: self.clone(), index })
     }

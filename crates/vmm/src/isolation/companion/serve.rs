@@ -132,19 +132,19 @@ impl Server {
             {
                 return Err("the machine has started".to_owned());
             }
-            Request::Keep { name, device, inode } => {
-                let directory = only(descriptors)?;
+            Request::Keep { name } => {
+                let [directory, socket] = two(descriptors)?;
                 if self.names.len() == MAX_NAMES {
                     return Err("too many names".to_owned());
                 }
-                self.names.push(Some(SocketEntry { directory, name, device, inode }));
+                let entry = SocketEntry::new(directory, name, socket);
+                self.names.push(Some(entry.map_err(|errno| errno.to_string())?));
             }
             Request::KeepCgroup { name } => self.cgroup = Some((only(descriptors)?, name)),
             Request::Allow { path } => self.allowed.push((path, only(descriptors)?)),
             Request::AllowImages { path } => self.images.push((path, only(descriptors)?)),
             Request::Vsock { name } => {
-                let [directory, socket] = <[OwnedFd; 2]>::try_from(descriptors)
-                    .map_err(|_| "a directory and a socket are needed".to_owned())?;
+                let [directory, socket] = two(descriptors)?;
                 self.vsock = Some(VsockServer { directory, name, socket, random: None });
             }
             Request::Begin { seccomp } => {
@@ -306,6 +306,10 @@ fn check_in_place(name: &Path, open: &OwnedFd) -> Result<(), String> {
          back, or use `ebb ctl SOCKET snapshot FILE`",
         name.display()
     ))
+}
+
+fn two(descriptors: Vec<OwnedFd>) -> Result<[OwnedFd; 2], String> {
+    descriptors.try_into().map_err(|_| "a directory and a socket are needed".to_owned())
 }
 
 fn only(descriptors: Vec<OwnedFd>) -> Result<OwnedFd, String> {
