@@ -195,7 +195,9 @@ impl Qcow2 {
         if unmap == Unmap::Yes {
             self.discard(offset, bytes)?;
         }
-        let access = self.read_lock();
+        // imago makes a whole cluster zero if its other parts are, and does not notice a write to
+        // them in between (0.2.6, `soft_ensure_zero`).
+        let access = self.write_lock();
         let access = access.as_ref().ok_or_else(not_loaded)?;
         access.write_zeroes(offset, bytes)
     }
