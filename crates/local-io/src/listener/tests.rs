@@ -104,7 +104,7 @@ fn the_socket_of_the_next_process_is_kept() {
         // Otherwise the next socket may get the number of the lock.
         tempfile::NamedTempFile::new_in(directory.path()).unwrap().keep().unwrap();
         fs::remove_file(&path).unwrap();
-        let next = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let next = UnixListener::bind(&path).unwrap();
         file.remove();
         assert!(path.exists());
         drop(next);
