@@ -25,6 +25,9 @@ const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet panic=-1 rootfstype=ramfs mi
 const CPU_MODEL: &str = "EPYC,+svm,+npt";
 /// QEMU's own tables in huge pages: it searches the one of translated blocks all the time.
 const HUGE_PAGES: &str = "glibc.malloc.hugetlb=1";
+/// Devices have an interrupt line and no table of messages (MSI-X): QEMU 10.0.2 has aborted in that
+/// table's handler while a host with several processors booted (`msix_table_mmio_write`).
+const INTERRUPTS: &str = "vectors=0";
 /// Keeps programs, and thus the vCPUs of guests, off QEMU's first processor; see
 /// [`emulated_processors`].
 const SPARE_FIRST_PROCESSOR: &str = "isolcpus=0";
@@ -96,7 +99,7 @@ pub fn arguments(config: &HostConfig, files: &Files) -> Vec<OsString> {
     }
     add(&["-chardev", &format!("socket,id=console,fd={}", files.console.as_raw_fd())]);
     add(&["-serial", "chardev:console"]);
-    add(&["-device", "virtio-serial-pci"]);
+    add(&["-device", &format!("virtio-serial-pci,{INTERRUPTS}")]);
     add(&["-chardev", &format!("socket,id=control,fd={}", files.control.as_raw_fd())]);
     add(&["-device", &format!("virtserialport,chardev=control,name={PORT_NAME}")]);
     if let Some(swap) = &files.swap {
@@ -107,7 +110,7 @@ pub fn arguments(config: &HostConfig, files: &Files) -> Vec<OsString> {
                 "file={path},format=raw,if=none,id=swap,cache=unsafe,aio=threads,file.locking=off"
             ),
         ]);
-        add(&["-device", "virtio-blk-pci,drive=swap,serial=ebb-swap"]);
+        add(&["-device", &format!("virtio-blk-pci,drive=swap,serial=ebb-swap,{INTERRUPTS}")]);
     }
     let spare = if has_spare(config) { SPARE_FIRST_PROCESSOR } else { "" };
     add(&["-append", &format!("{KERNEL_ARGUMENTS} {spare} {}", config.kernel_arguments)]);
