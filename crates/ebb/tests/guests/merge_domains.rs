@@ -23,16 +23,18 @@ pub const TESTS: &[Test] = &[
 /// Memory held by each guest, in bytes; no page occurs twice in one guest.
 const HELD: u64 = 16 * MIB;
 
-fn start(scene: &Scene, name: &str, broker: &Broker, domain: &str) -> Guest {
-    let guest = merged(scene, "160M", &broker.member(domain)).socket(name).start_and_merge();
+fn start(scene: &Scene, name: &str, broker: &Broker, domain: &str, others: &[&Guest]) -> Guest {
+    let setup = merged(scene, "160M", &broker.member(domain)).socket(name);
+    let guest = setup.start_and_merge_beside(others);
     guest.run(Command::Hold { bytes: HELD, pattern: 61 });
     guest
 }
 
 fn within_and_never_beyond(scene: &Scene) {
     let broker = Broker::start(scene, "broker");
-    let [first, second, stranger] = [("first", "red"), ("second", "red"), ("stranger", "blue")]
-        .map(|(name, domain)| start(scene, name, &broker, domain));
+    let first = start(scene, "first", &broker, "red", &[]);
+    let second = start(scene, "second", &broker, "red", &[&first]);
+    let stranger = start(scene, "stranger", &broker, "blue", &[&first, &second]);
     // The stranger shares the same content with itself.
     stranger.run(Command::Hold { bytes: HELD, pattern: 61 });
     eventually("each domain has shared pages", 90, || {
@@ -67,7 +69,7 @@ fn whatever_is_killed(scene: &Scene) {
     scene.guests().report(&format!("\nseed of the moments: {seed}"));
     let mut random = Random::new(seed);
     let mut broker = Broker::start(scene, "broker");
-    let survivor = start(scene, "survivor", &broker, "red");
+    let survivor = start(scene, "survivor", &broker, "red", &[]);
     let count = |seconds| Command::Count {
         bytes: 16 * MIB,
         tasks: 1,
@@ -79,7 +81,7 @@ fn whatever_is_killed(scene: &Scene) {
     let work = survivor.send(count(10));
     // A machine that shares with the survivor ends at a random moment of merging.
     for round in 0..2 {
-        let mut victim = start(scene, &format!("victim{round}"), &broker, "red");
+        let mut victim = start(scene, &format!("victim{round}"), &broker, "red", &[&survivor]);
         if round == 0 {
             victim.wait_merged(HELD / 4);
         }

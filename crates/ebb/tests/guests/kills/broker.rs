@@ -42,9 +42,10 @@ fn wait_clients(scene: &Scene, broker: &Broker, clients: usize) {
     });
 }
 
-/// Starts a machine of the domain.
-fn member(scene: &Scene, broker: &Broker, name: &str) -> Guest {
-    let guest = merged(scene, "160M", &broker.member("red")).socket(name).start_and_merge();
+/// Starts a machine of the domain beside others.
+fn member(scene: &Scene, broker: &Broker, name: &str, others: &[&Guest]) -> Guest {
+    let setup = merged(scene, "160M", &broker.member("red")).socket(name);
+    let guest = setup.start_and_merge_beside(others);
     guest.run(Command::Hold { bytes: WRITTEN, pattern: 92 });
     guest
 }
@@ -62,10 +63,10 @@ fn merge_for_a_while(random: &mut Random, guest: &Guest) -> bool {
 pub(super) fn of_broker_and_clients(scene: &Scene) {
     let mut random = moments(scene);
     let mut broker = Broker::start(scene, BROKER);
-    let mut survivor = member(scene, &broker, "survivor");
+    let mut survivor = member(scene, &broker, "survivor", &[]);
     let (mut while_merged, all) = (0, kills(2));
     for round in 0..all {
-        let mut other = member(scene, &broker, &format!("other{round}"));
+        let mut other = member(scene, &broker, &format!("other{round}"), &[&survivor]);
         while_merged += u32::from(merge_for_a_while(&mut random, &survivor));
         if round % 2 == 0 {
             other.signal(Signal::KILL);
@@ -90,7 +91,7 @@ pub(super) fn of_broker_and_clients(scene: &Scene) {
         wait_clients(scene, &broker, 0);
         other.end();
         survivor.end();
-        survivor = member(scene, &broker, "survivor");
+        survivor = member(scene, &broker, "survivor", &[]);
     }
     println!("    broker: {all} kills, {while_merged} with merged pages");
     survivor.end();
