@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::guest::{Guest, MIB};
-use crate::harness::{Scene, Test, eventually, limit, when};
+use crate::harness::{Scene, Test, eventually, when};
 use crate::net::{Tap, run};
 use crate::setup::CMDLINE;
 
@@ -22,7 +22,7 @@ pub const TESTS: &[Test] = &[
     Test::new("firecracker::config_file", 120, config_file),
 ];
 
-const PATIENCE: Duration = limit(60);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Kernel arguments of the guests.
 fn boot_args() -> String {

@@ -16,15 +16,15 @@ use ebb_vmm::api::{BalloonInfo, Client, ClientError, StatisticsDocument, VmInfo}
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::harness::{Guests, eventually, limit, when};
+use crate::harness::{Guests, eventually, when};
 
 /// Time limit from the start of the monitor to the agent's first message; it takes about 2 s in a
 /// virtual host on an idle machine.
-const BOOT_LIMIT: Duration = limit(60);
+const BOOT_LIMIT_S: u64 = 60;
 /// Time limit for a command of the agent.
-const COMMAND_LIMIT: Duration = limit(60);
+const COMMAND_LIMIT: Duration = Duration::from_secs(60);
 /// Time limit for an answer of the API.
-const API_LIMIT: Duration = limit(10);
+const API_LIMIT: Duration = Duration::from_secs(10);
 /// Time limit for the end of a monitor whose guest has ended.
 const END_LIMIT_S: u64 = 20;
 /// The monitor's message before the number of the vCPU that had a triple fault.
@@ -151,9 +151,11 @@ impl Guest {
     /// Waits for the agent's "ready" message number `count` and returns it.
     #[track_caller]
     pub fn wait_ready(&self, count: usize) -> Event {
-        self.wait(BOOT_LIMIT, &format!("start number {count} of the agent"), |said| {
-            said.starts().nth(count - 1).map(|arrival| arrival.event.clone())
-        })
+        self.wait(
+            Duration::from_secs(BOOT_LIMIT_S),
+            &format!("start number {count} of the agent"),
+            |said| said.starts().nth(count - 1).map(|arrival| arrival.event.clone()),
+        )
     }
 
     /// Waits until the API answers.
@@ -411,7 +413,7 @@ impl Drop for Guest {
         }
         if self.status.is_none() {
             self.process.kill();
-            if let Some(status) = self.process.wait_end(limit(END_LIMIT_S)) {
+            if let Some(status) = self.process.wait_end(Duration::from_secs(END_LIMIT_S)) {
                 self.ended(status);
             }
         }

@@ -23,15 +23,6 @@ const GRACE: Duration = Duration::from_secs(5);
 /// the guest needs to reach it.
 const POLL: [Duration; 2] = [Duration::from_millis(15), Duration::from_millis(300)];
 
-/// Factor of all time limits. They end what hangs and say nothing about speed: machines that emulate
-/// the virtual host differ by a factor of four, with two hosts on two processors.
-const SLOW_HOST: u64 = 3;
-
-/// The time limit for what takes at most `seconds` on an ordinary machine.
-pub const fn limit(seconds: u64) -> Duration {
-    Duration::from_secs(seconds * SLOW_HOST)
-}
-
 /// A test with its time limit.
 pub struct Test {
     name: &'static str,
@@ -155,8 +146,7 @@ fn keep_panics() {
 }
 
 impl Test {
-    /// A test with a time limit of `limit_s` seconds on an ordinary machine, or several times that in
-    /// a long run.
+    /// A test with a time limit of `limit_s` seconds, or several times that in a long run.
     pub const fn new(name: &'static str, limit_s: u64, body: fn(&Scene)) -> Self {
         Self { name, limit_s, needs: Needs::AnyKernel, body }
     }
@@ -169,7 +159,7 @@ impl Test {
     /// The test for libtest-mimic; without a world it can only be listed.
     pub fn trial(&self, world: Option<World>) -> Trial {
         let (name, body) = (self.name, self.body);
-        let limit = limit(self.limit_s) * counts(1, LONG_LIMITS);
+        let limit = Duration::from_secs(self.limit_s) * counts(1, LONG_LIMITS);
         let needs = self.needs;
         Trial::test(name, move || {
             let world = world.ok_or("no environment for guests")?;
@@ -349,8 +339,7 @@ fn run(body: fn(&Scene), limit: Duration, world: World) -> Result<(), Failure> {
     Err(Failure { message, triple_fault: guests.unasked_triple_fault() })
 }
 
-/// Calls `check` until it returns `Ok`; fails with its last error after [`limit`] of
-/// `limit_s` seconds.
+/// Calls `check` until it returns `Ok`; fails with its last error after `limit_s` seconds.
 #[track_caller]
 pub fn eventually<T>(what: &str, limit_s: u64, mut check: impl FnMut() -> Result<T, String>) -> T {
     let started = Instant::now();
@@ -359,9 +348,8 @@ pub fn eventually<T>(what: &str, limit_s: u64, mut check: impl FnMut() -> Result
             Ok(found) => return found,
             Err(state) => {
                 assert!(
-                    started.elapsed() < limit(limit_s),
-                    "{what}: not within {} s: {state}",
-                    limit(limit_s).as_secs()
+                    started.elapsed() < Duration::from_secs(limit_s),
+                    "{what}: not within {limit_s} s: {state}"
                 );
             }
         }

@@ -10,7 +10,7 @@ use serde_json::json;
 
 use crate::backing;
 use crate::guest::{Guest, MIB};
-use crate::harness::{Scene, Test, counts, limit};
+use crate::harness::{Scene, Test, counts};
 use crate::hostile_driver;
 use crate::place::PROGRAM_IN_GUEST;
 use crate::setup::Setup;
@@ -52,7 +52,7 @@ const OVERHEAD_LIMIT: u64 = 16 * MIB;
 /// Maximum log output caused by a guest, in bytes: a few lines for each message.
 const LOG_LIMIT: u64 = 16 << 10;
 /// Time limit for the hostile driver.
-const LIMIT: Duration = limit(240);
+const LIMIT: Duration = Duration::from_secs(240);
 
 fn bind(guest: &Guest, how: &str) {
     guest.write_file(&format!("/sys/bus/platform/drivers/virtio-mmio/{how}"), DEVICE);

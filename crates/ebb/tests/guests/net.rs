@@ -12,7 +12,7 @@ use ebb_agent::protocol::Command;
 use ebb_vmm::api::{LimitsChange, LimitsInfo, LinkState, NetChange, NetInfo, RateLimits};
 
 use crate::guest::{Guest, MIB};
-use crate::harness::{Scene, Test, eventually, limit, when};
+use crate::harness::{Scene, Test, eventually, when};
 use crate::moved::{Receive, Route, move_to};
 use crate::saved::Restore;
 use crate::setup::Setup;
@@ -28,7 +28,7 @@ const HOST: &str = "10.77.0.1";
 const GUEST: &str = "10.77.0.2";
 const MAC: &str = "02:00:00:00:00:07";
 /// Time after which a connection without progress is a failure.
-const PATIENCE: Duration = limit(60);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A tap interface; removed when dropped.
 pub struct Tap<'a> {

@@ -10,10 +10,10 @@ use ebb_vmm::snapshot;
 use serde_json::Value;
 
 use crate::guest::Guest;
-use crate::harness::{Scene, limit};
+use crate::harness::Scene;
 
 /// Time limit for writing a snapshot in an emulated host.
-const SAVE_LIMIT: Duration = limit(120);
+const SAVE_LIMIT: Duration = Duration::from_secs(120);
 
 impl Guest {
     /// Writes a snapshot; the guest then runs or is paused as before.

@@ -12,7 +12,7 @@ use ebb_agent::vsock::{self, ClientReport, Service, Sum};
 use rustix::process::{Resource, getrlimit, setrlimit};
 
 use crate::guest::{Guest, MIB};
-use crate::harness::{Scene, Test, counts, eventually, limit, when};
+use crate::harness::{Scene, Test, counts, eventually, when};
 use crate::moved::{Receive, Route, move_to};
 use crate::saved::Restore;
 use crate::setup::Setup;
@@ -26,7 +26,7 @@ pub const TESTS: &[Test] = &[
 ];
 
 /// Limit of a read or write in these tests, so that a test fails instead of waiting forever.
-const PATIENCE: Duration = limit(60);
+const PATIENCE: Duration = Duration::from_secs(60);
 /// Port of the echo server in a guest.
 const ECHO: u32 = 52;
 const SUM: u32 = 53;
