@@ -73,7 +73,7 @@ pub use ram::GuestRam;
 pub use range_set::RangeSet;
 pub use ranges::{coalesce, huge_blocks_first};
 pub use region::{Backing, HugePages, Populate, Region, RegionSpec};
-pub use resident::Residency;
+pub use resident::{ProcessResidency, Residency};
 pub use share::{SHARED_LAYOUT_VERSION, SharedLayout, SharedRam};
 pub use write_log::{GuestMemory, WriteLog, WriteLogSlice};
 pub use zeros::ZeroScan;

@@ -14,7 +14,7 @@ use crate::overlay::{FileExtents, Overlay, SnapshotFile, Source};
 use crate::pagemap::Pagemap;
 use crate::partial_huge::{PartialHugePages, Tenure};
 use crate::region::{Backing, HugePages, Populate, Region, RegionSpec};
-use crate::resident::{Meter, Residency};
+use crate::resident::{Meter, ProcessResidency, Residency};
 use crate::{GuestMemory, GuestRange, RamError, WriteLog, populate};
 
 /// The memory of a virtual machine.
@@ -362,6 +362,14 @@ impl GuestRam {
     /// [`RamError::Resident`] if the host does not report it.
     pub fn residency(&self) -> Result<Residency, RamError> {
         self.meter.residency(&self.mappings).map_err(|source| RamError::Resident { source })
+    }
+
+    /// As [`residency`](Self::residency), with the other memory of the process.
+    ///
+    /// # Errors
+    /// [`RamError::Resident`] if the host does not report it.
+    pub fn process_residency(&self) -> Result<ProcessResidency, RamError> {
+        self.meter.process_residency(&self.mappings).map_err(|source| RamError::Resident { source })
     }
 
     /// From now on pages merged by the kernel are counted separately.

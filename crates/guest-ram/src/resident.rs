@@ -54,12 +54,40 @@ pub struct Residency {
     pub merged_bytes: u64,
 }
 
+impl Residency {
+    /// Of a mapping, of whose resident bytes some are in anonymous pages.
+    fn of(resident_bytes: u64, private_bytes: u64, is_stable: bool) -> Self {
+        let shared_bytes = resident_bytes.saturating_sub(private_bytes);
+        if is_stable {
+            Self { private_bytes, file_bytes: 0, merged_bytes: shared_bytes }
+        } else {
+            Self { private_bytes, file_bytes: shared_bytes, merged_bytes: 0 }
+        }
+    }
+
+    fn sum_bytes(self) -> u64 {
+        self.private_bytes + self.file_bytes + self.merged_bytes
+    }
+}
+
 impl AddAssign for Residency {
     fn add_assign(&mut self, other: Self) {
         self.private_bytes += other.private_bytes;
         self.file_bytes += other.file_bytes;
         self.merged_bytes += other.merged_bytes;
     }
+}
+
+/// Memory that the host holds for a process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ProcessResidency {
+    /// Guest memory.
+    pub guest: Residency,
+    /// Bytes of all other mappings: program, heap, stacks. Shared pages of files count in full.
+    /// `None` without /proc. Counted in the page tables, unlike `statm` and `VmRSS`: these add up
+    /// counters of threads or processors and are off by some MiB (Linux mm/memory.c,
+    /// `sync_mm_rss`, until 6.1; include/linux/mm.h, `get_mm_counter`, since).
+    pub other_bytes: Option<u64>,
 }
 
 /// Measures resident memory.
@@ -79,12 +107,39 @@ enum Accounting {
 }
 
 impl Accounting {
-    /// Resident memory of the mappings that overlap one of `ranges` (address, size in bytes);
-    /// `None` if `text` lists none of them.
-    fn residency_in(self, text: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
+    /// Adds up all mappings of `text`; `None` if it has another form.
+    fn add_up(self, text: &str, sums: &mut Sums<'_>) -> Option<()> {
         match self {
-            Self::NumaMaps => numa_maps_residency(text, ranges),
-            Self::Smaps => smaps_residency(text, ranges),
+            Self::NumaMaps => add_up_numa_maps(text, sums),
+            Self::Smaps => add_up_smaps(text, sums),
+        }
+    }
+}
+
+/// Resident memory of mappings, guest memory apart.
+#[derive(Debug, Default)]
+struct Sums<'a> {
+    /// Guest memory without a file (address, size in bytes).
+    anonymous: &'a [(u64, u64)],
+    /// Guest memory in files, which are asked instead.
+    in_files: &'a [(u64, u64)],
+    /// Guest memory without a file; `None` if no mapping of it was listed.
+    guest: Option<Residency>,
+    /// All other mappings.
+    other_bytes: u64,
+}
+
+impl Sums<'_> {
+    /// Adds the mapping that begins at `start`. Guest memory has guard pages at either end, so no
+    /// mapping begins before it and extends into it.
+    fn add(&mut self, start: u64, residency: Residency) {
+        let is_in = |ranges: &[(u64, u64)]| {
+            ranges.iter().any(|(address, size)| (*address..address + size).contains(&start))
+        };
+        if is_in(self.anonymous) {
+            *self.guest.get_or_insert_default() += residency;
+        } else if !is_in(self.in_files) {
+            self.other_bytes += residency.sum_bytes();
         }
     }
 }
@@ -113,45 +168,55 @@ impl Meter {
 
     /// Resident memory of the mappings.
     pub(crate) fn residency(&self, mappings: &[Mapping]) -> io::Result<Residency> {
-        let mut sum = Residency::default();
-        let mut anonymous = Vec::new();
-        for mapping in mappings {
-            match mapping.file() {
-                Some(file) => {
-                    sum.private_bytes += rustix::fs::fstat(file)?.st_blocks as u64 * BLOCK_BYTES;
-                }
-                None => anonymous.push(mapping),
-            }
+        if mappings.iter().all(|mapping| mapping.file().is_some()) {
+            return in_files(mappings);
         }
-        if anonymous.is_empty() {
-            return Ok(sum);
-        }
-        let ranges: Vec<_> = anonymous
-            .iter()
-            .map(|mapping| (mapping.address() as u64, mapping.size_bytes() as u64))
-            .collect();
+        Ok(self.process_residency(mappings)?.guest)
+    }
+
+    /// Resident memory of the mappings and of the rest of the process.
+    pub(crate) fn process_residency(&self, mappings: &[Mapping]) -> io::Result<ProcessResidency> {
+        let ranges = |is_file: bool| {
+            mappings
+                .iter()
+                .filter(|mapping| mapping.file().is_some() == is_file)
+                .map(|mapping| (mapping.address() as u64, mapping.size_bytes() as u64))
+                .collect::<Vec<_>>()
+        };
+        let (anonymous, of_files) = (ranges(false), ranges(true));
+        let mut sums = Sums { anonymous: &anonymous, in_files: &of_files, ..Sums::default() };
         let accounted = self
             .accounting
             .as_ref()
-            .and_then(|(accounting, file)| accounting.residency_in(&read_text(file)?, &ranges));
-        match accounted {
+            .and_then(|(accounting, file)| accounting.add_up(&read_text(file)?, &mut sums));
+        let mut guest = in_files(mappings)?;
+        match sums.guest.filter(|_| accounted.is_some()) {
             Some(mut accounted) => {
                 let merged_bytes = self
                     .kernel_merged
                     .get()
-                    .map_or(0, |merged| merged.bytes_in(&ranges).min(accounted.private_bytes));
+                    .map_or(0, |merged| merged.bytes_in(&anonymous).min(accounted.private_bytes));
                 accounted.private_bytes -= merged_bytes;
                 accounted.merged_bytes += merged_bytes;
-                sum += accounted;
+                guest += accounted;
             }
             None => {
-                for mapping in anonymous {
-                    sum.private_bytes += mincore_bytes(mapping)?;
+                for mapping in mappings.iter().filter(|mapping| mapping.file().is_none()) {
+                    guest.private_bytes += mincore_bytes(mapping)?;
                 }
             }
         }
-        Ok(sum)
+        Ok(ProcessResidency { guest, other_bytes: accounted.map(|()| sums.other_bytes) })
     }
+}
+
+/// Pages allocated to the files of those mappings that have one.
+fn in_files(mappings: &[Mapping]) -> io::Result<Residency> {
+    let mut sum = Residency::default();
+    for file in mappings.iter().filter_map(Mapping::file) {
+        sum.private_bytes += rustix::fs::fstat(file)?.st_blocks as u64 * BLOCK_BYTES;
+    }
+    Ok(sum)
 }
 
 /// Reads a file of /proc from its beginning: through `take`, which does not ask for the file's size
@@ -199,51 +264,33 @@ fn ksm_bytes(smaps: &str, ranges: &[(u64, u64)]) -> Option<u64> {
     sum
 }
 
-/// Sums up the mappings in an smaps text that overlap one of `ranges` (address, size in bytes).
-/// `None` if the text lists none of them.
-fn smaps_residency(smaps: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
-    let mut found = None;
-    let mut counts = false;
-    let mut is_stable = false;
+/// Adds up the mappings in an smaps text.
+fn add_up_smaps(smaps: &str, sums: &mut Sums<'_>) -> Option<()> {
+    let (mut start, mut is_stable, mut resident) = (0, false, 0);
     for line in smaps.lines() {
-        if let Some((start, end)) = mapping_line(line) {
+        if let Some((first, _)) = mapping_line(line) {
+            start = first;
             is_stable = line.split_ascii_whitespace().nth(5).is_some_and(is_stable_file);
-            counts = ranges.iter().any(|(address, size)| start < address + size && *address < end);
             continue;
         }
-        let Some((name, kib)) = line.split_once(':').filter(|_| counts) else { continue };
-        if !matches!(name, "Rss" | "Anonymous") {
-            continue;
-        }
+        let Some((name @ ("Rss" | "Anonymous"), kib)) = line.split_once(':') else { continue };
         let kib: u64 = kib.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
-        let residency: &mut Residency = found.get_or_insert_default();
-        let shared_bytes =
-            if is_stable { &mut residency.merged_bytes } else { &mut residency.file_bytes };
-        if name == "Rss" {
-            *shared_bytes += kib * 1024;
-        } else {
-            // The kernel writes `Rss` first.
-            *shared_bytes = shared_bytes.saturating_sub(kib * 1024);
-            residency.private_bytes += kib * 1024;
+        // The kernel writes `Rss` first.
+        match name {
+            "Rss" => resident = kib * 1024,
+            _ => sums.add(start, Residency::of(resident, kib * 1024, is_stable)),
         }
     }
-    found
+    Some(())
 }
 
-/// Sums up the mappings in a numa_maps text that begin in one of `ranges` (address, size in bytes).
-/// `None` if the text lists none of them. A mapping without pages has no numbers.
-fn numa_maps_residency(numa_maps: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
-    let mut found = None;
+/// Adds up the mappings in a numa_maps text. A mapping without pages has no numbers.
+fn add_up_numa_maps(numa_maps: &str, sums: &mut Sums<'_>) -> Option<()> {
     for line in numa_maps.lines() {
         let mut words = line.split_ascii_whitespace();
         let Some(start) = words.next().and_then(|word| u64::from_str_radix(word, 16).ok()) else {
             continue;
         };
-        // Guest memory has guard pages at either end, so no mapping begins before it and extends
-        // into it.
-        if !ranges.iter().any(|(address, size)| (*address..address + size).contains(&start)) {
-            continue;
-        }
         let (mut anonymous, mut dirty, mut mapped, mut is_stable) = (0, 0, None, false);
         for (name, number) in words.filter_map(|word| word.split_once('=')) {
             match name {
@@ -255,14 +302,11 @@ fn numa_maps_residency(numa_maps: &str, ranges: &[(u64, u64)]) -> Option<Residen
             }
         }
         // Omitted where it equals one of the others (Linux fs/proc/task_mmu.c, `show_numa_map`).
-        let mapped = mapped.unwrap_or(anonymous.max(dirty));
-        let residency: &mut Residency = found.get_or_insert_default();
-        residency.private_bytes += anonymous * PAGE_SIZE_BYTES;
-        let shared_bytes =
-            if is_stable { &mut residency.merged_bytes } else { &mut residency.file_bytes };
-        *shared_bytes += u64::saturating_sub(mapped, anonymous) * PAGE_SIZE_BYTES;
+        let mapped: u64 = mapped.unwrap_or(anonymous.max(dirty));
+        let (resident, anonymous) = (mapped * PAGE_SIZE_BYTES, anonymous * PAGE_SIZE_BYTES);
+        sums.add(start, Residency::of(resident, anonymous, is_stable));
     }
-    found
+    Some(())
 }
 
 /// Whether the path of a mapping is that of a memory file of stable pages.
@@ -315,32 +359,46 @@ Anonymous:            12 kB
         Residency { private_bytes: private << 10, file_bytes: file << 10, merged_bytes: 0 }
     }
 
-    #[test]
-    fn only_overlapping_mappings_count() {
-        assert_eq!(smaps_residency(SMAPS, &[(0x10000, 0x10000)]), Some(kib(16, 0)));
-        assert_eq!(
-            smaps_residency(SMAPS, &[(0x10000, 0x10000), (0x48000, 0x1000)]),
-            Some(kib(28, 8))
-        );
-        assert_eq!(smaps_residency(SMAPS, &[(0x50000, 0x1000)]), None);
+    /// What the text says of guest memory in `anonymous`, and of the rest.
+    fn accounted(
+        accounting: Accounting,
+        text: &str,
+        anonymous: &[(u64, u64)],
+    ) -> (Option<Residency>, u64) {
+        let mut sums = Sums { anonymous, ..Sums::default() };
+        accounting.add_up(text, &mut sums).unwrap();
+        (sums.guest, sums.other_bytes >> 10)
     }
 
     #[test]
-    fn only_mappings_in_a_range_count() {
+    fn smaps_count_guest_memory_and_the_rest() {
+        let of = |ranges| accounted(Accounting::Smaps, SMAPS, ranges);
+        assert_eq!(of(&[(0x10000, 0x10000)]), (Some(kib(16, 0)), 28));
+        assert_eq!(of(&[(0x10000, 0x10000), (0x30000, 0x20000)]), (Some(kib(28, 8)), 8));
+        assert_eq!(of(&[(0x50000, 0x1000)]), (None, 44));
+    }
+
+    #[test]
+    fn numa_maps_count_guest_memory_and_the_rest() {
         let text = "10000 default anon=4 dirty=4 active=0 N0=1 N1=3 kernelpagesize_kB=4\n\
             14000 bind:1 anon=2 dirty=2 N1=2 kernelpagesize_kB=4\n\
             20000 default file=/usr/lib/a mapped=4 N0=4 kernelpagesize_kB=4\n30000 default\n\
             50000 default file=/snapshot anon=3 dirty=3 mapped=9 N0=9 kernelpagesize_kB=4\n\
             60000 default file=/snapshot anon=3 dirty=5 N0=5 kernelpagesize_kB=4\n";
-        assert_eq!(numa_maps_residency(text, &[(0x10000, 0x10000)]), Some(kib(24, 0)));
-        assert_eq!(numa_maps_residency(text, &[(0x30000, 0x1000)]), Some(kib(0, 0)));
-        assert_eq!(
-            numa_maps_residency(text, &[(0x20000, 0x11000), (0x14000, 0x1000)]),
-            Some(kib(8, 16))
-        );
-        assert_eq!(numa_maps_residency(text, &[(0x40000, 0x1000)]), None);
-        assert_eq!(numa_maps_residency(text, &[(0x50000, 0x1000)]), Some(kib(12, 24)));
-        assert_eq!(numa_maps_residency(text, &[(0x60000, 0x1000)]), Some(kib(12, 8)));
+        let of = |ranges| accounted(Accounting::NumaMaps, text, ranges);
+        assert_eq!(of(&[(0x10000, 0x10000)]), (Some(kib(24, 0)), 72));
+        assert_eq!(of(&[(0x30000, 0x1000)]), (Some(kib(0, 0)), 96));
+        assert_eq!(of(&[(0x20000, 0x11000), (0x14000, 0x1000)]), (Some(kib(8, 16)), 72));
+        assert_eq!(of(&[(0x40000, 0x1000)]), (None, 96));
+        assert_eq!(of(&[(0x50000, 0x1000)]), (Some(kib(12, 24)), 60));
+        assert_eq!(of(&[(0x60000, 0x1000)]), (Some(kib(12, 8)), 76));
+    }
+
+    #[test]
+    fn guest_memory_in_files_is_not_counted_here() {
+        let mut sums = Sums { in_files: &[(0x30000, 0x20000)], ..Sums::default() };
+        Accounting::Smaps.add_up(SMAPS, &mut sums).unwrap();
+        assert_eq!((sums.guest, sums.other_bytes), (None, 24 << 10));
     }
 
     #[test]
@@ -350,11 +408,13 @@ Anonymous:            12 kB
             ..kib(private, file)
         };
         let smaps = SMAPS.replace("fe:00 9   /snapshot", "00:01 9   /memfd:ebb-stable (deleted)");
-        assert_eq!(smaps_residency(&smaps, &[(0x10000, 0x40000)]), Some(merged(28, 8, 8)));
+        let of_smaps = accounted(Accounting::Smaps, &smaps, &[(0x10000, 0x40000)]);
+        assert_eq!(of_smaps, (Some(merged(28, 8, 8)), 0));
         let numa_maps = "10000 default file=/memfd:ebb-stable\\040(deleted) anon=3 dirty=3 \
                          mapped=9 N0=9\n\
                          20000 default file=/memfd:stable mapped=2 N0=2\n30000 default anon=1\n";
-        assert_eq!(numa_maps_residency(numa_maps, &[(0x10000, 0x30000)]), Some(merged(16, 8, 24)));
+        let of_numa_maps = accounted(Accounting::NumaMaps, numa_maps, &[(0x10000, 0x30000)]);
+        assert_eq!(of_numa_maps, (Some(merged(16, 8, 24)), 0));
     }
 
     #[test]
@@ -375,5 +435,28 @@ Anonymous:            12 kB
         assert_eq!(mincore_bytes(&mapping).unwrap(), 64 << 10);
         let residency = Residency { private_bytes: 64 << 10, ..Residency::default() };
         assert_eq!(Meter::new().residency(&[mapping]).unwrap(), residency);
+    }
+
+    /// The kernel's sum of all mappings is what they add up to here.
+    #[test]
+    fn all_mappings_are_those_of_the_guest_and_others() {
+        let populated = |backing| {
+            let spec = RegionSpec { start: GuestAddress(0), size_bytes: 8 << 20, host_node: None };
+            let mapping = Mapping::new(&spec, backing, HugePages::Off).unwrap();
+            // SAFETY: the mapping is that of the test; populating changes no content.
+            unsafe {
+                madvise(mapping.address() as *mut _, 8 << 20, Advice::LinuxPopulateWrite).unwrap();
+            }
+            mapping
+        };
+        let mappings = [populated(Backing::Anonymous), populated(Backing::Memfd)];
+        let counted = Meter::new().process_residency(&mappings).unwrap();
+        assert_eq!(counted.guest, kib(16 << 10, 0));
+        let rollup = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap();
+        let resident = rollup.lines().find_map(|line| line.strip_prefix("Rss:")).unwrap();
+        let resident_kib: u64 = resident.trim().strip_suffix("kB").unwrap().trim().parse().unwrap();
+        let sum_kib = (counted.guest.sum_bytes() + counted.other_bytes.unwrap()) >> 10;
+        // Other tests of this process run meanwhile.
+        assert!(sum_kib.abs_diff(resident_kib) < 64 << 10, "{sum_kib} and {resident_kib} KiB");
     }
 }

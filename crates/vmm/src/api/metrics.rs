@@ -17,8 +17,11 @@ pub struct Metrics {
     pub guest_resident_bytes: u64,
     /// Mappings of shared pages in guest memory, in bytes, counted once per mapping.
     pub guest_shared_bytes: u64,
-    /// Resident memory of the whole monitor process, in bytes.
+    /// Resident memory of the whole monitor process, in bytes, as `ps` shows it: up to some MiB
+    /// more or less.
     pub process_resident_bytes: u64,
+    /// Resident memory of the monitor process without guest memory, in bytes.
+    pub overhead_resident_bytes: u64,
     /// Milliseconds since the vCPUs were started.
     pub uptime_ms: u64,
     /// The balloon's counters; `None` without a balloon.

@@ -219,12 +219,13 @@ impl Vm {
             KindCount::new(kind, counter.load(Ordering::Relaxed))
         };
         let counters = &self.counters;
-        let residency = self.ram.residency().unwrap_or_default();
+        let residency = self.ram.process_residency().unwrap_or_default();
         Metrics {
             memory_bytes: self.ram.size_bytes(),
-            guest_resident_bytes: residency.private_bytes,
-            guest_shared_bytes: residency.merged_bytes,
+            guest_resident_bytes: residency.guest.private_bytes,
+            guest_shared_bytes: residency.guest.merged_bytes,
             process_resident_bytes: self.process_memory.resident_bytes().unwrap_or(0),
+            overhead_resident_bytes: residency.other_bytes.unwrap_or(0),
             uptime_ms: self.uptime_ms(),
             balloon: self.balloon.as_ref().map(|shared| balloon::metrics(&lock(shared))),
             vsock: self.vsock.as_ref().map(VsockHandle::metrics),

@@ -549,6 +549,7 @@ impl TestVm {
             guest_resident_bytes: 123 << 20,
             guest_shared_bytes: 0,
             process_resident_bytes: 128 << 20,
+            overhead_resident_bytes: 5 << 20,
             uptime_ms: 1234,
             balloon: Some(BalloonMetrics {
                 counters: Counters {

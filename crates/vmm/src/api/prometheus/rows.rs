@@ -68,10 +68,7 @@ pub(super) const MACHINE: [Row<Metrics>; 12] = [
     row(
         "overhead_resident_bytes",
         "Resident memory of the monitor process, without guest memory.",
-        |m| {
-            let guest_bytes = m.guest_resident_bytes.saturating_add(m.guest_shared_bytes);
-            m.process_resident_bytes.saturating_sub(guest_bytes).into()
-        },
+        |m| m.overhead_resident_bytes.into(),
     ),
     row("uptime_seconds", "Time since the vCPUs were started.", |m| {
         Sampled::Milliseconds(m.uptime_ms)

@@ -58,8 +58,10 @@ impl PendingVm {
     }
 
     fn metrics(&self) -> Metrics {
+        let resident_bytes = self.process_memory.resident_bytes().unwrap_or(0);
         Metrics {
-            process_resident_bytes: self.process_memory.resident_bytes().unwrap_or(0),
+            process_resident_bytes: resident_bytes,
+            overhead_resident_bytes: resident_bytes,
             uptime_ms: u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX),
             ..Metrics::default()
         }
