@@ -19,10 +19,15 @@ set -eu
 # passt                  the network of guests without any rights (--net user)
 # debhelper              building the Debian packages
 # mmdebstrap uidmap      the clean Debian tree in which they are tested
+# mmdebstrap e2fsprogs   root file systems of Debian guests and of virtual hosts
+# linux-source flex bison bc libelf-dev xz-utils
+#                        a guest kernel with its drivers built in
+# python3-pip            clients of Firecracker's API, for tests
 # ca-certificates        cargo fetches crates over TLS
 packages="linux-image-cloud-amd64 linux-headers-cloud-amd64 busybox-static numactl iproute2"
 packages="$packages gcc libc6-dev make passt ca-certificates"
-packages="$packages debhelper mmdebstrap uidmap"
+packages="$packages debhelper mmdebstrap uidmap e2fsprogs"
+packages="$packages linux-source flex bison bc libelf-dev xz-utils python3-pip"
 
 # QEMU runs the virtual host, on machines whose KVM cannot run Linux, and serves as a peer for
 # comparison. It has to be 8.1 or newer: older emulators may keep executing a translation of code

@@ -131,12 +131,14 @@ fn parse_level(text: &str) -> Result<&'static str, String> {
         .ok_or_else(|| "give Off, Error, Warning, Info, Debug or Trace".to_owned())
 }
 
-/// The arguments of `ebb` for a program that may have been called `firecracker`.
+/// The arguments of `ebb` for a program that may have been called `firecracker`, or that a client
+/// of Firecracker's starts by its own name because it resolves links first (smolvm).
 pub fn arguments(given: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     let mut given: Vec<_> = given.into_iter().collect();
     let is_named =
         given.first().is_some_and(|name| Path::new(name).file_name() == Some(NAME.as_ref()));
-    if is_named {
+    let is_meant = given.get(1).is_some_and(|first| first == "--api-sock");
+    if is_named || is_meant {
         given.insert(1, NAME.into());
     }
     given
@@ -216,6 +218,7 @@ mod tests {
         let of = |words: &[&str]| arguments(words.iter().map(OsString::from)).len();
         assert_eq!(of(&["/usr/bin/firecracker", "--version"]), 3);
         assert_eq!(of(&["ebb", "firecracker"]), 2);
+        assert_eq!(of(&["/usr/bin/ebb", "--api-sock", "/tmp/api"]), 4);
         assert_eq!(of(&[]), 0);
     }
 

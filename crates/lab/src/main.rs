@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use ebb_program::LogArgs;
 
-use command::{doctor, experiments, guest_image, results, virtual_host};
+use command::{debian, doctor, experiments, guest_image, results, virtual_host};
 
 /// Measures what Ebb does, on real guests
 #[derive(Debug, Parser)]
@@ -41,6 +41,8 @@ enum Command {
     VirtualHost(virtual_host::Args),
     /// Build the initial RAM file system of test guests
     GuestImage(guest_image::Args),
+    /// Make Debian root file systems and a guest kernel, or show them in the cache
+    Debian(debian::Args),
 }
 
 fn main() -> ExitCode {
@@ -56,6 +58,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(args),
         Command::VirtualHost(args) => virtual_host::run(args),
         Command::GuestImage(args) => guest_image::run(args),
+        Command::Debian(args) => debian::run(&args),
     })
 }
 

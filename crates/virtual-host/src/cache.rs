@@ -10,9 +10,16 @@ use std::fs;
 use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use rustix::fs::{AtFlags, CWD, FlockOperation, Timespec, Timestamps};
+
+use crate::error::HostError;
 
 /// Maximum number of entries; the least recently used ones are removed.
 const ENTRY_LIMIT: usize = 8;
+/// Subdirectory of the entries that are directories, which have the same limit.
+const DIRECTORIES: &str = "directories";
 
 /// A directory of derived files.
 #[derive(Debug, Clone)]
@@ -91,7 +98,44 @@ impl Cache {
         }
         Ok(content)
     }
+
+    /// The directory for `key`: from the cache, or filled by `make`. For what takes minutes to make
+    /// or is too large for memory: another process that wants the same directory waits. Without a
+    /// cache this is an error.
+    pub fn directory(
+        &self,
+        key: Key,
+        make: impl FnOnce(&Path) -> Result<(), HostError>,
+    ) -> Result<PathBuf, HostError> {
+        let base = self.directory.as_ref().map(|base| base.join(DIRECTORIES)).ok_or_else(|| {
+            HostError::Configuration("no cache: set HOME or XDG_CACHE_HOME".to_owned())
+        })?;
+        let describe = || format!("cannot use the cache {}", base.display());
+        fs::create_dir_all(&base).map_err(HostError::io(describe()))?;
+        let path = base.join(format!("{:016x}", key.0));
+        let lock = fs::File::create(path.with_extension("lock"));
+        let lock = lock.map_err(HostError::io(describe()))?;
+        rustix::fs::flock(&lock, FlockOperation::LockExclusive)
+            .map_err(|errno| HostError::io(describe())(errno.into()))?;
+        if path.is_dir() {
+            // The time of its last use.
+            let _ = rustix::fs::utimensat(CWD, &path, &NOW, AtFlags::empty());
+            return Ok(path);
+        }
+        let new = tempfile::Builder::new().prefix(".new-").tempdir_in(&base);
+        let new = new.map_err(HostError::io(describe()))?;
+        make(new.path())?;
+        fs::rename(new.keep(), &path).map_err(HostError::io(describe()))?;
+        prune_directories(&base).map_err(HostError::io(describe()))?;
+        Ok(path)
+    }
 }
+
+/// Both times of a file: now.
+const NOW: Timestamps = {
+    let now = Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_NOW };
+    Timestamps { last_access: now, last_modification: now }
+};
 
 fn checksum(content: &[u8]) -> [u8; 4] {
     let mut crc = flate2::Crc::new();
@@ -118,14 +162,36 @@ fn write_entry(directory: &Path, path: &Path, content: &[u8]) -> io::Result<()> 
     prune(directory)
 }
 
-/// Removes the least recently used entries beyond the limit, and left-overs of killed runs.
-fn prune(directory: &Path) -> io::Result<()> {
+/// The entries of a directory for which `is_kind` holds, newest first.
+fn newest_first(
+    directory: &Path,
+    is_kind: fn(&fs::Metadata) -> bool,
+) -> io::Result<Vec<(SystemTime, fs::DirEntry)>> {
     let mut entries: Vec<_> = fs::read_dir(directory)?
         .flatten()
-        .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry)))
+        .filter_map(|entry| {
+            let metadata = entry.metadata().ok().filter(is_kind)?;
+            Some((metadata.modified().ok()?, entry))
+        })
         .collect();
     entries.sort_by_key(|(changed, _)| std::cmp::Reverse(*changed));
-    for (index, (changed, entry)) in entries.into_iter().enumerate() {
+    Ok(entries)
+}
+
+/// Removes the least recently used directories beyond the limit, with the files that lock them. One
+/// that is being made is recent.
+fn prune_directories(base: &Path) -> io::Result<()> {
+    for (_, entry) in newest_first(base, fs::Metadata::is_dir)?.into_iter().skip(ENTRY_LIMIT) {
+        fs::remove_dir_all(entry.path())?;
+    }
+    Ok(())
+}
+
+/// Removes the least recently used entries beyond the limit, and left-overs of killed runs.
+fn prune(directory: &Path) -> io::Result<()> {
+    for (index, (changed, entry)) in
+        newest_first(directory, fs::Metadata::is_file)?.into_iter().enumerate()
+    {
         let unfinished = entry.file_name().to_string_lossy().starts_with(".new-");
         let abandoned = unfinished && changed.elapsed().is_ok_and(|age| age.as_secs() > 3600);
         if abandoned || (index >= ENTRY_LIMIT && !unfinished) {
@@ -187,6 +253,33 @@ mod tests {
         let cache = Cache::at(Path::new("/proc/no/such"));
         assert_eq!(get(&cache, Key::new("k", 1), b"x"), (b"x".to_vec(), true));
         assert_eq!(get(&cache, Key::new("k", 1), b"y"), (b"y".to_vec(), true));
+    }
+
+    #[test]
+    fn directories_are_made_once_and_bounded() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::at(directory.path());
+        let make = |version: u32, fails: bool| {
+            cache.directory(Key::new("k", version), |path| {
+                fs::write(path.join("file"), version.to_string()).unwrap();
+                if fails { Err(HostError::Configuration("no".to_owned())) } else { Ok(()) }
+            })
+        };
+        assert!(make(1, true).is_err());
+        let path = make(1, false).unwrap();
+        assert_eq!(fs::read(path.join("file")).unwrap(), b"1");
+        assert_eq!(make(1, true).unwrap(), path);
+        for version in 2..20 {
+            make(version, false).unwrap();
+        }
+        // An entry that is a file is pruned without them.
+        for version in 0..20 {
+            get(&cache, Key::new("f", version), b"x");
+        }
+        let kept = fs::read_dir(path.parent().unwrap()).unwrap().flatten();
+        assert_eq!(kept.filter(|entry| entry.path().is_dir()).count(), ENTRY_LIMIT);
+        let files = fs::read_dir(directory.path()).unwrap().flatten();
+        assert_eq!(files.filter(|entry| entry.path().is_file()).count(), ENTRY_LIMIT);
     }
 
     #[test]

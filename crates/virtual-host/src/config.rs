@@ -132,6 +132,13 @@ pub struct HostConfig {
     pub huge_pages: u64,
     /// Policy for transparent huge pages.
     pub transparent_huge_pages: TransparentHugePages,
+    /// Image of an ext4 file system that becomes the root, such as
+    /// [`debian::Root::HOST`](crate::debian::Root::HOST). The root in memory is then visible as
+    /// `/initramfs`. `None` keeps that one.
+    pub root: Option<PathBuf>,
+    /// Raw images of further disks, after those of swap and root. Whatever the host writes to any
+    /// disk is discarded with it.
+    pub disks: Vec<PathBuf>,
     /// Files for the root file system in addition to the standard ones.
     pub files: Vec<HostFile>,
     /// Executables for the root file system, with their libraries, at their own paths.
@@ -187,6 +194,8 @@ impl Default for HostConfig {
             swap_mib: 0,
             huge_pages: 0,
             transparent_huge_pages: TransparentHugePages::default(),
+            root: None,
+            disks: Vec::new(),
             files: Vec::new(),
             programs: Vec::new(),
             modules: Vec::new(),

@@ -28,6 +28,30 @@ const MODULES: [&str; 4] = ["virtio_pci", "virtio_console", "virtio_blk", "kvm_a
 /// Modules that the host loads if the kernel has them: a link between network namespaces, a shaper
 /// that slows it down, and tap interfaces of guests.
 const NETWORK_MODULES: [&str; 3] = ["veth", "sch_tbf", "tun"];
+/// Modules that a host with a root file system on a disk loads: the file system, and what programs
+/// that start guests use of the network and of images.
+const ROOT_MODULES: [&str; 20] = [
+    "ext4",
+    "crc32c_generic",
+    "loop",
+    "af_packet",
+    "dummy",
+    "bridge",
+    "nf_tables",
+    "nft_chain_nat",
+    "nft_ct",
+    "nft_masq",
+    "nft_nat",
+    "nft_redir",
+    "nft_reject_inet",
+    "nft_compat",
+    "xt_MASQUERADE",
+    "xt_conntrack",
+    "xt_comment",
+    "xt_tcpudp",
+    "nft_log",
+    "nft_limit",
+];
 /// Environment variable for a busybox other than `/bin/busybox`.
 const BUSYBOX_VARIABLE: &str = "EBB_BUSYBOX";
 /// Path of the init's settings.
@@ -42,6 +66,8 @@ pub struct Settings {
     pub modules: Vec<String>,
     /// Swap device, for example `/dev/vda`.
     pub swap: Option<String>,
+    /// Device of the root file system; without one the host stays in memory.
+    pub root: Option<String>,
     /// Value for `/sys/kernel/mm/transparent_hugepage/enabled`.
     pub transparent_huge_pages: String,
     /// Number of huge pages of 2 MiB to reserve.
@@ -117,10 +143,12 @@ fn build_initramfs(
     archive.file("etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\n")?;
     archive.file("etc/group", 0o644, b"root:x:0:\n")?;
 
-    let modules = add_modules(&mut archive, &kernels.host, &config.modules)?;
+    let modules = add_modules(&mut archive, &kernels.host, config)?;
+    let mut devices = ["/dev/vda", "/dev/vdb"].into_iter().map(str::to_owned);
     let settings = Settings {
         modules,
-        swap: (config.swap_mib > 0).then(|| "/dev/vda".to_owned()),
+        swap: (config.swap_mib > 0).then(|| devices.next()).flatten(),
+        root: config.root.as_ref().and_then(|_| devices.next()),
         transparent_huge_pages: config.transparent_huge_pages.word().to_owned(),
         huge_pages: config.huge_pages,
     };
@@ -138,14 +166,17 @@ fn build_initramfs(
 fn add_modules<W: Write>(
     archive: &mut Archive<W>,
     kernel: &Kernel,
-    further: &[String],
+    config: &HostConfig,
 ) -> Result<Vec<String>, HostError> {
     let index = ModuleIndex::read(&kernel.modules)?;
     let mut files = index.load_order(&MODULES)?;
+    if config.root.is_some() {
+        files.extend(index.load_order(&ROOT_MODULES)?);
+    }
     // Only experiments and tests with a network need them, so a custom kernel may lack them.
     files.extend(index.load_order(&NETWORK_MODULES).unwrap_or_default());
     let mut requests: Vec<(String, &str)> = files.into_iter().map(|file| (file, "")).collect();
-    for request in further {
+    for request in &config.modules {
         let (name, parameters) = request.split_once(' ').unwrap_or((request, ""));
         let mut files = index.load_order(&[name])?;
         // Parameters belong to the requested module, not to its dependencies.
@@ -253,6 +284,14 @@ pub fn swap_disk(size_mib: u64) -> Result<File, HostError> {
     file.set_len(size_mib << 20).map_err(HostError::io(describe()))?;
     file.write_all_at(&swap_header(size_mib << 20), 0).map_err(HostError::io(describe()))?;
     Ok(file)
+}
+
+/// The images of the root file system and of the further disks, in the order of their devices.
+pub fn disks(config: &HostConfig) -> Result<Vec<File>, HostError> {
+    let open = |path: &PathBuf| {
+        File::open(path).map_err(HostError::io(format!("cannot open {}", path.display())))
+    };
+    config.root.iter().chain(&config.disks).map(open).collect()
 }
 
 /// First page of a swap area (Linux include/linux/swap.h, `union swap_header`): version 1, the

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::PathBuf;
+use std::process::ExitStatus;
 use std::time::Duration;
 
 /// Failure to build, start or use a virtual host.
@@ -92,6 +93,27 @@ pub enum HostError {
         path: PathBuf,
         /// Error of `ldd`.
         reason: String,
+    },
+    /// A tool that builds a root file system or a kernel is not installed.
+    #[error(
+        "{program} was not found: install it with `apt-get install {package}`, or all that Ebb \
+         needs with scripts/install-deps.sh"
+    )]
+    DebianToolMissing {
+        /// The missing program or file.
+        program: String,
+        /// Debian's package that has it.
+        package: &'static str,
+    },
+    /// A root file system or a kernel could not be built.
+    #[error("{what} failed ({status}):\n  {output}")]
+    DebianBuild {
+        /// The failed step.
+        what: String,
+        /// Exit status of its command.
+        status: ExitStatus,
+        /// The last lines of the command's output.
+        output: String,
     },
     /// The configuration is invalid.
     #[error("virtual host configuration: {0}")]

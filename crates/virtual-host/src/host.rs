@@ -75,6 +75,7 @@ impl VirtualHost {
             kernel: boot.kernel,
             initramfs: boot.initramfs,
             swap,
+            disks: contents::disks(config)?,
             plugin: translations::plugin(&program)?,
         };
         let arguments = qemu::arguments(config, &files);

@@ -17,6 +17,7 @@ mod command;
 mod config;
 mod console;
 mod contents;
+pub mod debian;
 mod elf;
 mod error;
 pub mod guest_image;

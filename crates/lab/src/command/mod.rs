@@ -1,5 +1,6 @@
 //! The commands of `ebb-lab`, one file each.
 
+pub mod debian;
 pub mod doctor;
 pub mod experiments;
 pub mod guest_image;

@@ -22,6 +22,7 @@ Inside the virtual host:
   /ebb/ebb-agent    the guest agent
   /bin/*            busybox with all of its programs, /bin/sh among them
   /tmp, /dev/shm    memory; /dev/hugepages takes 2 MiB pages (--huge-pages)
+With --root, all of this is below /initramfs, and the image's programs are in their places.
 Programs get an empty standard input. The file system is discarded when the command ends.
 
 Examples:
@@ -66,6 +67,12 @@ pub struct Args {
     /// Put a file of this machine into the host; repeat for more.
     #[arg(long, value_name = "SOURCE:TARGET")]
     add: Vec<HostFile>,
+    /// Image of an ext4 file system to use as root; changes are discarded.
+    #[arg(long, value_name = "PATH")]
+    root: Option<PathBuf>,
+    /// Attach a raw image as a disk, after swap and root; changes are discarded. Repeat for more.
+    #[arg(long, value_name = "PATH")]
+    disk: Vec<PathBuf>,
     /// Put an executable with its libraries into the host at its own path; repeat for more.
     #[arg(long, value_name = "PATH")]
     add_program: Vec<PathBuf>,
@@ -117,6 +124,8 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         },
         swap_mib: args.swap,
         huge_pages: args.huge_pages,
+        root: args.root,
+        disks: args.disk,
         files: args.add,
         programs: args.add_program,
         time_limit: args.time_limit,

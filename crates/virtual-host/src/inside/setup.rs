@@ -3,8 +3,10 @@
 use std::ffi::{CStr, CString};
 use std::fs::{self, File};
 use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use rustix::mount::{MountFlags, mount};
+use rustix::mount::{MountFlags, mount, mount_bind, mount_move};
 
 use crate::contents::{SETTINGS_PATH, Settings};
 
@@ -20,6 +22,13 @@ const MOUNTS: [(&str, &str, &str, Option<&CStr>); 9] = [
     ("cgroup2", "/sys/fs/cgroup", "cgroup2", None),
     ("hugetlbfs", "/dev/hugepages", "hugetlbfs", None),
 ];
+
+/// Where the root file system of a disk is mounted.
+const NEW_ROOT: &str = "/newroot";
+/// Where the root in memory is visible in it.
+const OLD_ROOT: &str = "/initramfs";
+/// Time limit for a disk to appear after its module was loaded.
+const DISK_LIMIT: Duration = Duration::from_secs(10);
 
 /// Sets up the machine; failed steps are skipped and returned as warnings.
 pub fn prepare() -> Vec<String> {
@@ -40,7 +49,14 @@ pub fn prepare() -> Vec<String> {
         let _ = std::os::unix::fs::symlink(target, Path::new("/dev").join(link));
     }
     match read_settings() {
-        Ok(settings) => apply(&settings, &mut warnings),
+        Ok(settings) => {
+            apply(&settings, &mut warnings);
+            if let Some(device) = &settings.root
+                && let Err(error) = change_root(device)
+            {
+                warnings.push(format!("cannot use the root file system of {device}: {error}"));
+            }
+        }
         Err(error) => warnings.push(error),
     }
     warnings
@@ -73,6 +89,38 @@ fn apply(settings: &Settings, warnings: &mut Vec<String>) {
     {
         warnings.push(format!("cannot swap on {device}: {error}"));
     }
+}
+
+/// Makes the file system of `device` the root, with the mounts of the one in memory, which stays
+/// visible in [`OLD_ROOT`]. A program may then change its own root (pivot_root(2)), which the root
+/// in memory does not allow.
+fn change_root(device: &str) -> std::io::Result<()> {
+    fs::create_dir_all(NEW_ROOT)?;
+    wait_for(device)?;
+    mount(device, NEW_ROOT, "ext4", MountFlags::NOATIME, None)?;
+    let inside = |path: &str| format!("{NEW_ROOT}{path}");
+    fs::create_dir_all(inside(OLD_ROOT))?;
+    mount_bind("/", inside(OLD_ROOT))?;
+    for target in ["/proc", "/sys", "/dev", "/run", "/tmp"] {
+        mount_move(target, inside(target))?;
+    }
+    rustix::process::chdir(NEW_ROOT)?;
+    mount_move(".", "/")?;
+    rustix::process::chroot(".")?;
+    rustix::process::chdir("/")?;
+    Ok(())
+}
+
+/// Waits until a disk's device exists.
+fn wait_for(device: &str) -> std::io::Result<()> {
+    let deadline = Instant::now() + DISK_LIMIT;
+    while !Path::new(device).exists() {
+        if Instant::now() > deadline {
+            return Err(std::io::ErrorKind::NotFound.into());
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+    Ok(())
 }
 
 /// Loads a module: its path, then its parameters, if any.
