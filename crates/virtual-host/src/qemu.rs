@@ -17,9 +17,9 @@ use crate::translations;
 pub const PROGRAM: &str = "qemu-system-x86_64";
 /// Kernel arguments of every virtual host. Mitigations, address randomization, tests of ciphers and
 /// a search for more serial lines cost boot time without protecting anything here. The emulator's
-/// time stamp counter is reliable, which Linux cannot detect; and the timer's interrupt, which a busy
-/// machine delays, is not tested. The root stays in memory (ramfs), so
-/// that swap contains only the memory of programs.
+/// time stamp counter is reliable, which Linux cannot detect; and the timer's interrupt, which a
+/// busy machine delays, needs no test. The root stays in memory (ramfs), so that swap contains only
+/// the memory of programs.
 const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet panic=-1 rootfstype=ramfs mitigations=off \
                                 nokaslr tsc=reliable cryptomgr.notests 8250.nr_uarts=1 \
                                 no_timer_check";

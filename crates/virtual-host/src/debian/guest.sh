@@ -2,12 +2,20 @@
 root=$1
 
 # The first interface has an address by DHCP, or by a word of the kernel's command line: the
-# kernel's own `ip=`, or microheart's.
+# kernel's own `ip=`, or microheart's. A file takes one condition on that line (systemd.network(5)):
+# the last.
+for word in ip microheart.ip; do
+    cat >"$root/etc/systemd/network/70-$word.network" <<END
+[Match]
+Type=ether
+KernelCommandLine=$word
+[Link]
+Unmanaged=yes
+END
+done
 cat >"$root/etc/systemd/network/80-ether.network" <<'END'
 [Match]
 Type=ether
-KernelCommandLine=!ip
-KernelCommandLine=!microheart.ip
 [Network]
 DHCP=ipv4
 [DHCPv4]
