@@ -16,14 +16,16 @@ MODULE_SOURCES = $(wildcard $(addprefix guest/linux/ebb_balloon/,*.c *.h Kbuild)
 MODULE_DIRECTORY = target/ebb_balloon/$(MODULE_KERNEL)
 MODULE = $(MODULE_DIRECTORY)/ebb_balloon.ko
 
-.PHONY: help deps build deb module module-of-kernel planted-bug demo test test-long bench lint style
-.PHONY: fmt doc fuzz clean
+.PHONY: help deps build deb module module-of-kernel planted-bug demo test test-long test-clients
+.PHONY: bench lint style fmt doc fuzz clean
 
 help:
 	@echo 'make demo    install the dependencies, build, and run the main experiment on real Linux'
 	@echo '             guests (minutes)'
 	@echo 'make test    install the dependencies and run all tests, including those on real guests'
 	@echo 'make test-long  the tests on real guests with full counts (hours); writes $(LONG_RESULTS)'
+	@echo 'make test-clients  a Debian guest, passt, and clients of the API of Firecracker, unmodified; as'
+	@echo '             root; the first run compiles a kernel (minutes)'
 	@echo 'make build   the release programs in $(PROGRAMS):'
 	@echo '             ebb, ebb-lab, ebb-agent, ebb-guest-agent; and the module'
 	@echo 'make deb     the Debian packages ebb and ebb-guest-agent, in target/deb'
@@ -98,6 +100,11 @@ test-long: deps module planted-bug
 	$(CARGO) build --locked -p ebb -p ebb-agent -p ebb-guest-agent
 	EBB_TESTS=long EBB_TEST_RESULTS=$(abspath $(LONG_RESULTS)) \
 		$(CARGO) test --locked -p ebb --test guests -- $(LONG_TESTS)
+
+test-clients:
+	scripts/install-deps.sh --debian
+	$(CARGO) build --locked -p ebb -p ebb-guest-agent
+	$(CARGO) test --locked -p ebb --test clients -- --ignored $(CLIENTS)
 
 bench:
 	$(CARGO) bench --locked -p ebb-balloon -p ebb-guest-ram -p ebb-migration -p ebb-page-merge

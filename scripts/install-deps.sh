@@ -4,6 +4,7 @@
 #
 #   sudo scripts/install-deps.sh            install missing packages
 #   scripts/install-deps.sh --check         only report missing packages (exit code 1 if any)
+#   sudo scripts/install-deps.sh --debian   also what Debian guests are made of (ebb-lab debian)
 #
 # Debian 12 has no kernel that supports merging: one from its backports is unpacked into
 # /var/lib/ebb/kernels, for virtual hosts only. The kernel that this machine boots does not change;
@@ -19,15 +20,17 @@ set -eu
 # passt                  the network of guests without any rights (--net user)
 # debhelper              building the Debian packages
 # mmdebstrap uidmap      the clean Debian tree in which they are tested
-# mmdebstrap e2fsprogs   root file systems of Debian guests and of virtual hosts
+# ca-certificates        cargo fetches crates over TLS
+#
+# With --debian:
+# e2fsprogs              root file systems of Debian guests and of virtual hosts
 # linux-source flex bison bc libelf-dev xz-utils
 #                        a guest kernel with its drivers built in
 # python3-pip            clients of Firecracker's API, for tests
-# ca-certificates        cargo fetches crates over TLS
 packages="linux-image-cloud-amd64 linux-headers-cloud-amd64 busybox-static numactl iproute2"
 packages="$packages gcc libc6-dev make passt ca-certificates"
-packages="$packages debhelper mmdebstrap uidmap e2fsprogs"
-packages="$packages linux-source flex bison bc libelf-dev xz-utils python3-pip"
+packages="$packages debhelper mmdebstrap uidmap"
+debian_packages="e2fsprogs linux-source flex bison bc libelf-dev xz-utils python3-pip"
 
 # QEMU runs the virtual host, on machines whose KVM cannot run Linux, and serves as a peer for
 # comparison. It has to be 8.1 or newer: older emulators may keep executing a translation of code
@@ -49,7 +52,8 @@ fail() { printf 'install-deps: %s\n' "$*" >&2; exit 1; }
 case "${1:-}" in
     '') check_only=no ;;
     --check) check_only=yes ;;
-    *) printf 'usage: %s [--check]\n' "$0" >&2; exit 2 ;;
+    --debian) check_only=no packages="$packages $debian_packages" ;;
+    *) printf 'usage: %s [--check | --debian]\n' "$0" >&2; exit 2 ;;
 esac
 
 command -v dpkg-query >/dev/null 2>&1 ||

@@ -3,10 +3,10 @@
 //!
 //! All of it runs in one virtual host whose root file system is made of Debian's packages
 //! (`ebb_virtual_host::debian`), with the same kernel for all guests. The first run makes both root
-//! file systems and compiles the kernel, which takes minutes; then they are in the cache.
+//! file systems and compiles the kernel, which takes minutes; then they are in the cache. So they
+//! run with `--ignored` only: `make test-clients`, as root.
 //!
-//! `cargo test -p ebb --test clients -- NAME` runs the tests whose names contain NAME. The agent
-//! for `ebb exec` is a separate program: run `cargo build -p ebb-guest-agent` first.
+//! The agent for `ebb exec` is a separate program: run `cargo build -p ebb-guest-agent` first.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -52,6 +52,7 @@ fn main() -> ExitCode {
     let trials = TESTS.map(|(name, script, interpreter, limit_s)| {
         let shared = shared.clone();
         Trial::test(name, move || run(&shared, script, interpreter, Duration::from_secs(limit_s)))
+            .with_ignored_flag(true)
     });
     libtest_mimic::run(&arguments, trials.into()).exit_code()
 }
