@@ -232,6 +232,12 @@ pub enum Missing {
     /// An uncompressed kernel is missing.
     #[error("there is no uncompressed kernel (ebb extract-vmlinux makes one)")]
     Elf,
+    /// Kernel or root file system of a Debian guest were not made.
+    #[error(
+        "there is no Debian guest (`ebb-lab debian guest-root` and `ebb-lab debian guest-kernel` \
+         make it, as root)"
+    )]
+    Debian,
     /// The module was not built.
     #[error("there is no module ebb_balloon for the guest's kernel (make module builds it)")]
     Module,

@@ -23,6 +23,7 @@ pub mod run;
 pub mod sampler;
 pub mod size;
 pub mod survey;
+pub mod tap;
 pub mod target;
 pub mod testbed;
 pub mod turns;

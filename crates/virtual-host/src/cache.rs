@@ -99,6 +99,15 @@ impl Cache {
         Ok(content)
     }
 
+    /// The directory for `key` if it has been made.
+    pub fn existing(&self, key: Key) -> Option<PathBuf> {
+        Some(self.path_of(key)?).filter(|path| path.is_dir())
+    }
+
+    fn path_of(&self, key: Key) -> Option<PathBuf> {
+        Some(self.directory.as_ref()?.join(DIRECTORIES).join(format!("{:016x}", key.0)))
+    }
+
     /// The directory for `key`: from the cache, or filled by `make`. For what takes minutes to make
     /// or is too large for memory: another process that wants the same directory waits. Without a
     /// cache this is an error.
@@ -107,12 +116,11 @@ impl Cache {
         key: Key,
         make: impl FnOnce(&Path) -> Result<(), HostError>,
     ) -> Result<PathBuf, HostError> {
-        let base = self.directory.as_ref().map(|base| base.join(DIRECTORIES)).ok_or_else(|| {
-            HostError::Configuration("no cache: set HOME or XDG_CACHE_HOME".to_owned())
-        })?;
+        let none = || HostError::Configuration("no cache: set HOME or XDG_CACHE_HOME".to_owned());
+        let path = self.path_of(key).ok_or_else(none)?;
+        let base = path.parent().unwrap_or(Path::new("/"));
         let describe = || format!("cannot use the cache {}", base.display());
-        fs::create_dir_all(&base).map_err(HostError::io(describe()))?;
-        let path = base.join(format!("{:016x}", key.0));
+        fs::create_dir_all(base).map_err(HostError::io(describe()))?;
         let lock = fs::File::create(path.with_extension("lock"));
         let lock = lock.map_err(HostError::io(describe()))?;
         rustix::fs::flock(&lock, FlockOperation::LockExclusive)
@@ -122,11 +130,11 @@ impl Cache {
             let _ = rustix::fs::utimensat(CWD, &path, &NOW, AtFlags::empty());
             return Ok(path);
         }
-        let new = tempfile::Builder::new().prefix(".new-").tempdir_in(&base);
+        let new = tempfile::Builder::new().prefix(".new-").tempdir_in(base);
         let new = new.map_err(HostError::io(describe()))?;
         make(new.path())?;
         fs::rename(new.keep(), &path).map_err(HostError::io(describe()))?;
-        prune_directories(&base).map_err(HostError::io(describe()))?;
+        prune_directories(base).map_err(HostError::io(describe()))?;
         Ok(path)
     }
 }
@@ -266,9 +274,11 @@ mod tests {
             })
         };
         assert!(make(1, true).is_err());
+        assert_eq!(cache.existing(Key::new("k", 1)), None);
         let path = make(1, false).unwrap();
         assert_eq!(fs::read(path.join("file")).unwrap(), b"1");
         assert_eq!(make(1, true).unwrap(), path);
+        assert_eq!(cache.existing(Key::new("k", 1)), Some(path.clone()));
         for version in 2..20 {
             make(version, false).unwrap();
         }

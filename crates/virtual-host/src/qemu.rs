@@ -126,7 +126,7 @@ pub fn arguments(config: &HostConfig, files: &Files) -> Vec<OsString> {
                  aio=threads,file.locking=off"
             ),
         ]);
-        add(&["-device", &format!("virtio-blk-pci,drive=disk{index}")]);
+        add(&["-device", &format!("virtio-blk-pci,drive=disk{index},{INTERRUPTS}")]);
     }
     let spare = if has_spare(config) { SPARE_FIRST_PROCESSOR } else { "" };
     add(&["-append", &format!("{KERNEL_ARGUMENTS} {spare} {}", config.kernel_arguments)]);

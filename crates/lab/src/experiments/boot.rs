@@ -3,7 +3,8 @@
 //! A guest of 5 GiB is started again and again, under Ebb and QEMU in turns, since a machine's speed
 //! varies over time. The stages follow from three clocks: the laboratory's, the monitor's own
 //! (`ebb_start_microseconds`), and the time stamps of the guest's kernel log, which are related to
-//! the laboratory's clock by a line that the guest writes into that log.
+//! the laboratory's clock by a line that the guest writes into that log. Of a Debian guest with
+//! systemd, the time until its ssh server answers is measured.
 
 use serde::Serialize;
 
@@ -22,6 +23,7 @@ use crate::report::results::{GuestRecord, Scale, Series};
 use crate::report::statistics::median;
 use stages::{LOG_WORDS, MARK, Stage, Times};
 
+mod debian;
 mod stages;
 
 /// The experiment.
@@ -73,8 +75,9 @@ fn sizes(scale: Scale) -> Sizes {
 /// A series: when it runs, its name, its summary and its setup.
 type Row = (Runs, &'static str, &'static str, Setup);
 
-fn rows() -> [Row; 6] {
+fn rows() -> [Row; 8] {
     let elf = Setup { uncompressed_kernel: true, ..Setup::EBB };
+    let debian = Setup { debian: true, ..elf };
     let qemu = |setup| Setup { monitor: MonitorKind::Qemu, ..setup };
     let lean = |setup| Setup { lean: true, ..setup };
     let row = |name, summary, setup| (Runs::ByDefault, name, summary, setup);
@@ -85,22 +88,52 @@ fn rows() -> [Row; 6] {
         row("qemu-plain", "the same under QEMU", qemu(elf)),
         row("ebb-bzimage", "compressed kernel, ebb run --lean", lean(Setup::EBB)),
         row("qemu-bzimage", "the same under QEMU", qemu(lean(Setup::EBB))),
+        row("ebb-debian", "Debian with systemd and ssh, ebb run --lean", lean(debian)),
+        row("qemu-debian", "the same under QEMU", qemu(lean(debian))),
     ]
 }
 
 /// One boot.
 #[derive(Debug, Clone, PartialEq)]
 struct Boot {
-    times: Times,
+    /// Its stages; `None` of a guest without an agent.
+    times: Option<Times>,
+    /// From the start of the monitor to the answer of a Debian guest's ssh server, in seconds.
+    ssh_s: Option<f64>,
     /// Memory of the guest's process after the boot, in MiB.
     booted_mib: Option<f64>,
     /// Exits of vCPUs to the monitor; Ebb only.
     exits: Option<f64>,
 }
 
+impl Boot {
+    fn init_s(&self) -> Option<f64> {
+        self.times.as_ref().map(|times| times.init_s)
+    }
+
+    fn seconds(&self, stage: Stage) -> Option<f64> {
+        self.times.as_ref()?.seconds(stage)
+    }
+}
+
 fn metrics() -> Vec<Metric<Vec<Boot>>> {
-    let init = |boots: &Vec<Boot>| boots.iter().map(|boot| boot.times.init_s).collect();
-    vec![Metric::median("start_to_init_s", "Start of the monitor to the guest's init", "s", init)]
+    let times = |boots: &Vec<Boot>, time: fn(&Boot) -> Option<f64>| {
+        boots.iter().filter_map(time).collect::<Vec<_>>()
+    };
+    vec![
+        Metric::median(
+            "start_to_init_s",
+            "Start of the monitor to the guest's init",
+            "s",
+            move |boots| times(boots, Boot::init_s),
+        ),
+        Metric::median(
+            "start_to_ssh_s",
+            "Start of the monitor to the answer of a Debian guest's ssh server",
+            "s",
+            move |boots| times(boots, |boot| boot.ssh_s),
+        ),
+    ]
 }
 
 fn run(testbed: &mut Testbed<'_>, all: &mut [Series]) -> Result<(), LabError> {
@@ -116,6 +149,12 @@ fn run(testbed: &mut Testbed<'_>, all: &mut [Series]) -> Result<(), LabError> {
 fn boot(testbed: &mut Testbed<'_>, series: &mut Series, size: GuestSize) -> Result<Boot, LabError> {
     if let Some((.., setup)) = rows().into_iter().find(|(_, name, ..)| *name == series.name) {
         testbed.run_like(setup);
+    }
+    if testbed.setup().debian {
+        let (record, ssh_s) = debian::boot(testbed, size)?;
+        let booted_mib = record.booted_rss_mib;
+        series.guests.push(record);
+        return Ok(Boot { times: None, ssh_s: Some(ssh_s), booted_mib, exits: None });
     }
     let record = testbed.start_controlled_guest(size)?;
     let found = look(testbed, &record);
@@ -137,7 +176,12 @@ fn look(testbed: &mut Testbed<'_>, record: &GuestRecord) -> Result<Boot, LabErro
     let init_s = record.start_to_init_s.unwrap_or(f64::NAN);
     let times = Times::new(init_s, marked.as_secs_f64(), log, counters.as_ref())
         .ok_or_else(|| LabError::unexpected(guest, format!("no times in its log: {log}")))?;
-    Ok(Boot { times, booted_mib: record.booted_rss_mib, exits: counters.map(|it| exits(&it)) })
+    Ok(Boot {
+        times: Some(times),
+        ssh_s: None,
+        booted_mib: record.booted_rss_mib,
+        exits: counters.map(|it| exits(&it)),
+    })
 }
 
 /// All exits of the vCPUs to the monitor.
@@ -148,23 +192,29 @@ fn exits(counters: &Counters) -> f64 {
 
 fn fill(boots: &Vec<Boot>, series: &mut Series) {
     metrics::measure(&metrics(), boots, series);
-    let middle = |stage: Stage| median(boots.iter().filter_map(|boot| boot.times.seconds(stage)));
+    let middle = |stage: Stage| median(boots.iter().filter_map(|boot| boot.seconds(stage)));
     let rows = Stage::ALL.into_iter().filter_map(|stage| Some((stage, middle(stage)?)));
     let rows: Vec<_> = rows.collect();
-    series.tables.push(DataTable::of(
-        "where the time goes, medians of all boots",
-        &rows,
-        &[("stage", &|(stage, _)| stage.title().into()), ("s", &|(_, seconds)| (*seconds).into())],
-    ));
-    let mut columns = vec!["start to init, s"];
+    if !rows.is_empty() {
+        series.tables.push(stages_table(&rows));
+    }
+    let mut columns = vec!["start to init, s", "start to ssh, s"];
     columns.extend(Stage::ALL.map(Stage::title));
     columns.extend(["after boot, MiB", "exits to the monitor"]);
     let rows = boots.iter().map(|boot| {
-        let stages = Stage::ALL.map(|stage| boot.times.seconds(stage).into());
-        let (first, last) = (boot.times.init_s.into(), [boot.booted_mib, boot.exits]);
-        [first].into_iter().chain(stages).chain(last.map(Into::into)).collect()
+        let stages = Stage::ALL.map(|stage| boot.seconds(stage));
+        let (first, last) = ([boot.init_s(), boot.ssh_s], [boot.booted_mib, boot.exits]);
+        first.into_iter().chain(stages).chain(last).map(Into::into).collect()
     });
     series.details.push(DataTable::new("boots", columns, rows));
+}
+
+fn stages_table(rows: &[(Stage, f64)]) -> DataTable {
+    DataTable::of(
+        "where the time goes, medians of all boots",
+        rows,
+        &[("stage", &|(stage, _)| stage.title().into()), ("s", &|(_, seconds)| (*seconds).into())],
+    )
 }
 
 #[cfg(test)]
@@ -178,16 +228,28 @@ mod tests {
             Times::new(init_s, init_s + 0.1, log, None).unwrap()
         };
         let boots = [2.0, 1.5, 1.75].map(|init_s| Boot {
-            times: times(init_s),
+            times: Some(times(init_s)),
+            ssh_s: None,
             booted_mib: Some(180.0),
             exits: Some(900.0),
         });
         let mut series = Series::new("ebb", String::new());
         fill(&boots.to_vec(), &mut series);
         assert_eq!(series.metrics["start_to_init_s"], Some(1.75));
+        assert_eq!(series.metrics["start_to_ssh_s"], None);
         assert_eq!(series.details[0].rows.len(), 3);
         // Stages that are not known are left out.
         assert_eq!(series.tables[0].rows.len(), 2, "{:?}", series.tables);
+    }
+
+    #[test]
+    fn a_debian_guest_has_no_stages() {
+        let boot = Boot { times: None, ssh_s: Some(6.5), booted_mib: None, exits: None };
+        let mut series = Series::new("ebb-debian", String::new());
+        fill(&vec![boot], &mut series);
+        assert_eq!(series.metrics["start_to_init_s"], None);
+        assert_eq!(series.metrics["start_to_ssh_s"], Some(6.5));
+        assert!(series.tables.is_empty());
     }
 
     #[test]

@@ -4,9 +4,8 @@
 //! sent by the laboratory to a server in the guest that sends them back. Ebb and QEMU take turns.
 
 use std::io::{Read as _, Write as _};
-use std::net::{Ipv4Addr, SocketAddr, TcpStream};
-use std::path::PathBuf;
-use std::process::{Command as Program, Stdio};
+use std::net::{SocketAddr, TcpStream};
+use std::process::Command as Program;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -15,11 +14,10 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::LabError;
-use crate::harness::devices::Device;
 use crate::harness::experiment::{Experiment, Needed, Needs, Run, Runs, SeriesPlan, parameters};
-use crate::harness::link::Tools;
 use crate::harness::monitor::{MonitorKind, Setup};
 use crate::harness::size::{GuestSize, HostShape};
+use crate::harness::tap::{GUEST, Tap, output};
 use crate::harness::testbed::Testbed;
 use crate::harness::turns::in_turns;
 use crate::report::figures::DataTable;
@@ -59,10 +57,6 @@ pub static NETWORK: Experiment = Experiment {
 const IPERF: Needed = Needed { path: "/usr/bin/iperf3", remedy: "Debian: apt-get install iperf3" };
 const BUSYBOX: Needed =
     Needed { path: "/bin/busybox", remedy: "Debian: apt-get install busybox-static" };
-/// The interface, and the addresses at its ends, in a block for tests between networks (RFC 2544).
-const TAP: &str = "ebb-lab0";
-const HOST: Ipv4Addr = Ipv4Addr::new(198, 18, 1, 1);
-const GUEST: Ipv4Addr = Ipv4Addr::new(198, 18, 1, 2);
 /// Port of the server that sends requests back.
 const PORT: u16 = 7007;
 /// Size of a request and of its answer.
@@ -143,53 +137,6 @@ fn metrics() -> Vec<Metric<Vec<Rates>>> {
     ]
 }
 
-/// A tap interface with the host's address; removed when dropped.
-struct Tap {
-    ip: PathBuf,
-}
-
-impl Tap {
-    fn new() -> Result<Self, LabError> {
-        let tap = Self { ip: Tools::find()?.ip };
-        // Left behind by an earlier run, perhaps.
-        let _ = tap.ip("link delete");
-        for line in [
-            format!("tuntap add {TAP} mode tap"),
-            format!("address add {HOST}/24 dev {TAP}"),
-            format!("link set {TAP} up"),
-        ] {
-            tap.ip(&line)?;
-        }
-        Ok(tap)
-    }
-
-    fn ip(&self, line: &str) -> Result<(), LabError> {
-        let line = if line == "link delete" { format!("{line} {TAP}") } else { line.to_owned() };
-        let words: Vec<&str> = line.split(' ').collect();
-        output(Program::new(&self.ip).args(words)).map(drop)
-    }
-}
-
-impl Drop for Tap {
-    fn drop(&mut self) {
-        // A destructor cannot report errors.
-        let _ = self.ip("link delete");
-    }
-}
-
-/// The output of a program that must succeed.
-fn output(program: &mut Program) -> Result<String, LabError> {
-    let command = format!("{program:?}");
-    let failed = |reason: String| LabError::Network { command: command.clone(), reason };
-    let output =
-        program.stdin(Stdio::null()).output().map_err(|error| failed(error.to_string()))?;
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    if output.status.success() {
-        return Ok(text);
-    }
-    Err(failed(text + &String::from_utf8_lossy(&output.stderr)))
-}
-
 fn run(testbed: &mut Testbed<'_>, all: &mut [Series]) -> Result<(), LabError> {
     let sizes = sizes(testbed.scale());
     let _tap = Tap::new()?;
@@ -209,7 +156,7 @@ fn in_one_guest(
     if let Some((.., setup)) = rows().into_iter().find(|(name, ..)| *name == series.name) {
         testbed.run_like(setup);
     }
-    let record = testbed.start_with(sizes.guest, &[Device::Tap { name: TAP }])?;
+    let record = testbed.start_with(sizes.guest, &[Tap::DEVICE])?;
     let rates = measure(testbed, record.guest, sizes);
     testbed.end_guest(record.guest);
     series.guests.push(record);

@@ -5,6 +5,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use ebb_virtual_host::cache::Cache;
+use ebb_virtual_host::debian::{self, GuestFiles};
 use ebb_virtual_host::guest_image::{self, GuestImage};
 use ebb_virtual_host::kernel::Kernel;
 use ebb_virtual_host::{HostError, Inclusion, balloon_module, programs, vmlinux};
@@ -15,6 +16,9 @@ use crate::harness::monitor::{Assets, Presence};
 
 /// Name of the peer's program.
 const QEMU: &str = "qemu-system-x86_64";
+
+/// Where the virtual host has the kernel of a Debian guest; its root is the last disk.
+pub const DEBIAN_KERNEL: &str = "/ebb/debian-vmlinux";
 
 /// Assets, and their directory if they were created for this run.
 #[derive(Debug)]
@@ -49,6 +53,8 @@ impl FoundAssets {
             initrd: present("the guest's initramfs", "/ebb/guest.cpio")?,
             // The outer run omits series that need it if it is missing.
             module: Presence::Present,
+            debian: Some(GuestFiles { kernel: DEBIAN_KERNEL.into(), root: last_disk() })
+                .filter(|files| files.kernel.is_file()),
         };
         Ok(Self { assets, _directory: None })
     }
@@ -91,9 +97,16 @@ impl FoundAssets {
             elf: Some(elf),
             initrd,
             module,
+            debian: debian::guest_files(&Cache::of_user()),
         };
         Ok(Self { assets, _directory: Some(directory) })
     }
+}
+
+/// The last disk of this virtual host, after swap.
+fn last_disk() -> PathBuf {
+    let devices = ["/dev/vdb", "/dev/vda"].map(PathBuf::from);
+    devices.into_iter().find(|device| device.exists()).unwrap_or_default()
 }
 
 fn presence(is_there: bool) -> Presence {

@@ -20,6 +20,8 @@ pub enum Device<'a> {
     Tap {
         /// Name of the interface.
         name: &'a str,
+        /// The guest's MAC address.
+        mac: &'a str,
     },
 }
 
@@ -49,8 +51,8 @@ impl Device<'_> {
                 let direct = if *cache == HostCache::Bypassed { ",direct=on" } else { "" };
                 vec!["--disk".to_owned(), format!("path={}{direct}", path.display())]
             }
-            (MonitorKind::Ebb, Self::Tap { name }) => {
-                vec!["--net".to_owned(), format!("tap={name}")]
+            (MonitorKind::Ebb, Self::Tap { name, mac }) => {
+                vec!["--net".to_owned(), format!("tap={name},mac={mac}")]
             }
             (MonitorKind::Qemu, Self::Disk { path, cache, engine }) => {
                 let cache = if *cache == HostCache::Bypassed { "none" } else { "writeback" };
@@ -61,12 +63,11 @@ impl Device<'_> {
                 );
                 ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"].map(str::to_owned).into()
             }
-            (MonitorKind::Qemu, Self::Tap { name }) => {
+            (MonitorKind::Qemu, Self::Tap { name, mac }) => {
                 // Without firmware to boot from, which no guest here does.
                 let tap = format!("tap,id=net,ifname={name},script=no,downscript=no,vhost=off");
-                ["-netdev", &tap, "-device", "virtio-net-pci,netdev=net,romfile="]
-                    .map(str::to_owned)
-                    .into()
+                let device = format!("virtio-net-pci,netdev=net,romfile=,mac={mac}");
+                ["-netdev", &tap, "-device", &device].map(str::to_owned).into()
             }
         }
     }
@@ -86,8 +87,8 @@ mod tests {
         let direct = disk(HostCache::Bypassed, QemuEngine::IoUring);
         assert_eq!(line(direct, MonitorKind::Ebb), "--disk path=/dev/nullb0,direct=on");
         assert!(line(direct, MonitorKind::Qemu).contains(",cache=none,aio=io_uring -device"));
-        let tap = Device::Tap { name: "tap0" };
-        assert_eq!(line(tap, MonitorKind::Ebb), "--net tap=tap0");
+        let tap = Device::Tap { name: "tap0", mac: "02:00:00:00:00:01" };
+        assert_eq!(line(tap, MonitorKind::Ebb), "--net tap=tap0,mac=02:00:00:00:00:01");
         assert!(line(tap, MonitorKind::Qemu).contains(",vhost=off -device virtio-net-pci,"));
     }
 }

@@ -189,6 +189,7 @@ mod tests {
             elf: None,
             initrd: "guest.cpio".into(),
             module: Presence::Absent,
+            debian: None,
         }
     }
 

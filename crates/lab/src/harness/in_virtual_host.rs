@@ -3,13 +3,17 @@
 
 use std::time::Duration;
 
+use ebb_virtual_host::cache::Cache;
+use ebb_virtual_host::debian::{self, GuestFiles};
 use ebb_virtual_host::kernel::is_at_least;
 use ebb_virtual_host::{
-    Command, ExitStatus, HostConfig, HostKernel, Inclusion, NodeConfig, Output, VirtualHost,
+    Command, ExitStatus, HostConfig, HostFile, HostKernel, Inclusion, NodeConfig, Output,
+    VirtualHost,
 };
 
 use crate::LabError;
-use crate::harness::assets::{memhog_here, module_here};
+use crate::error::Missing;
+use crate::harness::assets::{DEBIAN_KERNEL, memhog_here, module_here};
 use crate::harness::console::Tail;
 use crate::harness::direct::Selection;
 use crate::harness::experiment::{Experiment, Needed, SeriesPlan};
@@ -44,7 +48,12 @@ pub fn run(
 ) -> Result<(), LabError> {
     let mut selection = selection.clone();
     let module = module_here()?;
-    for reason in selection.keep_possible(|setup| setup.missing_in_guest(module))? {
+    let debian = debian::guest_files(&Cache::of_user());
+    let missing = |setup: &Setup| {
+        let no_debian = (setup.debian && debian.is_none()).then_some(Missing::Debian);
+        no_debian.or_else(|| setup.missing_in_guest(module))
+    };
+    for reason in selection.keep_possible(missing)? {
         events.step(0, reason);
     }
     let same_host = |one: &SeriesPlan, other: &SeriesPlan| {
@@ -52,7 +61,7 @@ pub fn run(
     };
     for plans in selection.plans.chunk_by(same_host) {
         let selection = Selection { plans: plans.to_vec(), chosen: selection.chosen };
-        run_in_one(experiment, size, &selection, cpus, events)?;
+        run_in_one(experiment, size, &selection, cpus, debian.as_ref(), events)?;
     }
     Ok(())
 }
@@ -63,6 +72,7 @@ fn run_in_one(
     size: RunSize,
     selection: &Selection,
     cpus: u32,
+    debian: Option<&GuestFiles>,
     events: &Events,
 ) -> Result<(), LabError> {
     let Some(first) = selection.plans.first() else { return Ok(()) };
@@ -85,6 +95,12 @@ fn run_in_one(
         |is: fn(&Setup) -> bool| selection.plans.iter().any(|plan| plan.setup().is_some_and(is));
     let wants_qemu = any(|setup| setup.monitor == MonitorKind::Qemu);
     let merges = experiment.needs.merging || any(|setup| setup.merging != Merging::Off);
+    let debian = debian.filter(|_| any(|setup| setup.debian));
+    let kernel = |files: &GuestFiles| HostFile {
+        source: files.kernel.clone(),
+        target: DEBIAN_KERNEL.into(),
+        mode: None,
+    };
     let needs = experiment.needs;
     let mut programs = Needed::paths(needs.programs)?;
     if needs.network {
@@ -106,6 +122,8 @@ fn run_in_one(
         memhog: memhog_here(experiment.needs),
         programs,
         modules: owned(needs.modules),
+        files: debian.map(kernel).into_iter().collect(),
+        disks: debian.map(|files| files.root.clone()).into_iter().collect(),
         guest_modules: owned(needs.guest_modules),
         guest_programs: Needed::paths(needs.guest_programs)?,
         qemu: if wants_qemu { Inclusion::Included } else { Inclusion::Excluded },

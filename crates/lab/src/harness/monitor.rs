@@ -5,12 +5,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use ebb_kvm_clock::ClockPolicy;
+use ebb_virtual_host::debian::GuestFiles;
 use ebb_vmm::boot::lean::with_lean_words;
 
 use crate::error::Missing;
 use crate::harness::driver::Driver;
 use crate::harness::merging::Merging;
 use crate::harness::size::GuestSize;
+use crate::harness::tap;
 
 /// Arguments for every guest's kernel: a quiet serial console, and an end instead of a hang after a
 /// crash.
@@ -52,6 +54,9 @@ pub struct Setup {
     /// (kernel/dma/swiotlb.c): 64 MiB, written with zeros at boot, for devices that cannot reach
     /// there. Virtio devices of a monitor reach everywhere.
     pub bounce_buffer: bool,
+    /// Whether the guest is Debian with systemd and ssh on a disk, without an agent, and not a
+    /// kernel with an agent as its init.
+    pub debian: bool,
     /// Whether the kernel's command line has the words of `ebb run --lean` (docs/boot.md).
     pub lean: bool,
     /// Whether the guest's kernel clears the pages that it allocates, which is its default.
@@ -78,6 +83,7 @@ impl Setup {
         huge_pages: true,
         uncompressed_kernel: false,
         bounce_buffer: true,
+        debian: false,
         lean: false,
         clearing: true,
         trim: false,
@@ -106,6 +112,7 @@ impl Setup {
             when(self.trim, "trimmed when idle"),
             (self.clock != ClockPolicy::Continue).then(|| format!("--clock {}", self.clock.name())),
             when(self.uncompressed_kernel, "uncompressed kernel (PVH)"),
+            when(self.debian, "Debian with systemd on a disk"),
             when(self.lean, "words of --lean"),
         ];
         words.into_iter().flatten().collect::<Vec<_>>().join(", ")
@@ -125,6 +132,7 @@ impl Setup {
             (!self.bounce_buffer).then(|| "swiotlb=noforce".to_owned()),
             (!self.clearing).then(|| "init_on_alloc=0".to_owned()),
             self.driver.kernel_arguments(),
+            self.debian.then(|| format!("root=/dev/vda rw {}", tap::kernel_word())),
         ];
         let line = words.into_iter().flatten().collect::<Vec<_>>().join(" ");
         match (self.lean, self.monitor) {
@@ -159,6 +167,8 @@ pub struct Assets {
     pub initrd: PathBuf,
     /// Whether the initramfs has the module `ebb_balloon`.
     pub module: Presence,
+    /// A Debian guest, if it was made.
+    pub debian: Option<GuestFiles>,
 }
 
 /// Whether something exists.
@@ -179,6 +189,9 @@ impl Assets {
         if setup.uncompressed_kernel && self.elf.is_none() {
             return Some(Missing::Elf);
         }
+        if setup.debian && self.debian.is_none() {
+            return Some(Missing::Debian);
+        }
         setup.missing_in_guest(self.module)
     }
 
@@ -193,7 +206,9 @@ impl Assets {
         size: GuestSize,
         control: Option<&Path>,
     ) -> Result<Command, Missing> {
-        let kernel = if setup.uncompressed_kernel {
+        let kernel = if setup.debian {
+            &self.debian.as_ref().ok_or(Missing::Debian)?.kernel
+        } else if setup.uncompressed_kernel {
             self.elf.as_ref().ok_or(Missing::Elf)?
         } else {
             &self.bzimage
@@ -208,12 +223,10 @@ impl Assets {
             MonitorKind::Ebb => ("--kernel", "--initrd", "--cmdline"),
             MonitorKind::Qemu => ("-kernel", "-initrd", "-append"),
         };
-        command
-            .arg(kernel_option)
-            .arg(kernel)
-            .arg(initrd_option)
-            .arg(&self.initrd)
-            .args([arguments_option, &setup.kernel_arguments()]);
+        command.arg(kernel_option).arg(kernel).args([arguments_option, &setup.kernel_arguments()]);
+        if !setup.debian {
+            command.arg(initrd_option).arg(&self.initrd);
+        }
         match (control, setup.monitor) {
             (None, _) => {}
             (Some(socket), MonitorKind::Ebb) => {

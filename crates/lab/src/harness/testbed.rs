@@ -9,8 +9,10 @@ use ebb_agent::protocol::Command;
 use serde_json::Value;
 
 use crate::LabError;
+use crate::error::{GuestProblem, Missing};
 use crate::harness::balloon::Control;
 use crate::harness::counters::Counters;
+use crate::harness::devices::Device;
 use crate::harness::driver::Driver;
 use crate::harness::guest::{Answer, Guest};
 use crate::harness::host::{self, Gauge, Usage};
@@ -207,6 +209,50 @@ impl<'a> Testbed<'a> {
             booted_rss_mib: footprint_mib(pid).map(rounded),
             ..GuestRecord::default()
         })
+    }
+
+    /// Starts the next guest, which has no agent, and waits until `answers` finds that it does what
+    /// it was started for; returns its record, and the time from the start of the monitor.
+    ///
+    /// # Errors
+    /// As [`Self::start_guest`].
+    pub fn start_silent_guest(
+        &mut self,
+        size: GuestSize,
+        devices: &[Device<'_>],
+        what: &'static str,
+        mut answers: impl FnMut() -> bool,
+    ) -> Result<(GuestRecord, Duration), LabError> {
+        let arguments = self.arguments(devices);
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        let mut guest = self.launch(size, None, &arguments)?;
+        let took = loop {
+            let took = guest.since_start(Instant::now());
+            if answers() {
+                break guest.since_start(Instant::now());
+            }
+            if let Some(error) = guest.ended_by_itself() {
+                return Err(error);
+            }
+            if took > BOOT_LIMIT {
+                return Err(guest.failed(GuestProblem::TimeOut { what, limit: BOOT_LIMIT }));
+            }
+        };
+        let record = GuestRecord {
+            guest: guest.number(),
+            booted_rss_mib: footprint_mib(guest.pid()).map(rounded),
+            ..GuestRecord::default()
+        };
+        self.guests.push(guest);
+        Ok((record, took))
+    }
+
+    /// The image of a Debian guest's root.
+    ///
+    /// # Errors
+    /// [`LabError::Missing`].
+    pub fn debian_root(&self) -> Result<&Path, LabError> {
+        Ok(self.assets.debian.as_ref().map(|files| &*files.root).ok_or(Missing::Debian)?)
     }
 
     /// Starts the next guest's monitor, with more arguments for it, without waiting for the guest.

@@ -27,13 +27,26 @@ pub struct GuestKernel {
 /// The kernel of the newest installed sources, compiled if the cache does not have it: minutes.
 pub fn guest_kernel(cache: &Cache) -> Result<GuestKernel, HostError> {
     let source = newest_source(Path::new(SOURCES))?;
-    let describe = || format!("cannot read {}", source.display());
-    let key = Key::new("guest kernel", VERSION)
-        .with_file(&source)
-        .map_err(HostError::io(describe()))?
-        .with_bytes(CONFIG.as_bytes());
-    let directory = cache.directory(key, |directory| compile(&source, directory))?;
-    Ok(GuestKernel { bzimage: directory.join("bzImage"), vmlinux: directory.join("vmlinux") })
+    let directory = cache.directory(key(&source)?, |directory| compile(&source, directory))?;
+    Ok(GuestKernel::in_directory(&directory))
+}
+
+/// The same if the cache has it.
+pub(super) fn made(cache: &Cache) -> Option<GuestKernel> {
+    let source = newest_source(Path::new(SOURCES)).ok()?;
+    Some(GuestKernel::in_directory(&cache.existing(key(&source).ok()?)?))
+}
+
+fn key(source: &Path) -> Result<Key, HostError> {
+    let key = Key::new("guest kernel", VERSION).with_file(source);
+    let key = key.map_err(HostError::io(format!("cannot read {}", source.display())))?;
+    Ok(key.with_bytes(CONFIG.as_bytes()))
+}
+
+impl GuestKernel {
+    fn in_directory(directory: &Path) -> Self {
+        Self { bzimage: directory.join("bzImage"), vmlinux: directory.join("vmlinux") }
+    }
 }
 
 fn newest_source(directory: &Path) -> Result<PathBuf, HostError> {

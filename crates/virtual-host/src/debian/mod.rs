@@ -13,7 +13,25 @@ use std::process::{Command, Stdio};
 
 use tempfile::TempDir;
 
+use crate::cache::Cache;
 use crate::error::HostError;
+
+/// What a Debian guest boots from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GuestFiles {
+    /// The kernel as ELF, with its drivers built in.
+    pub kernel: PathBuf,
+    /// The image of its root file system, [`Root::GUEST`].
+    pub root: PathBuf,
+}
+
+/// Kernel and root of a Debian guest, if the cache has both.
+pub fn guest_files(cache: &Cache) -> Option<GuestFiles> {
+    Some(GuestFiles {
+        kernel: kernel::made(cache)?.vmlinux,
+        root: root::made(&Root::GUEST, cache)?,
+    })
+}
 
 /// Lines of a failed command's output in its error.
 const OUTPUT_LINES: usize = 20;

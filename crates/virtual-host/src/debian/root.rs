@@ -11,6 +11,8 @@ use crate::error::HostError;
 const RELEASE: &str = "bookworm";
 /// Change this when the commands below change.
 const VERSION: u32 = 1;
+/// Name of the image in its directory of the cache.
+const IMAGE: &str = "root.ext4";
 /// The Python of that release, for which packages are fetched.
 const PYTHON: &str = "3.11";
 /// The C libraries with which that Python's packages may have been built.
@@ -85,17 +87,24 @@ impl Root {
 /// The image of a root file system, made if the cache does not have it: a minute, from Debian's
 /// mirror. Needs root, because the files of the tree belong to several users.
 pub fn root(root: &Root, cache: &Cache) -> Result<PathBuf, HostError> {
-    let packages = root.packages.join(",");
-    let key = Key::new("Debian root", VERSION)
-        .with_bytes(packages.as_bytes())
-        .with_bytes(root.python.as_bytes())
-        .with_bytes(root.script.as_bytes())
-        .with_bytes(&root.free_mib.to_le_bytes());
-    let directory = cache.directory(key, |directory| make(root, &packages, directory))?;
-    Ok(directory.join("root.ext4"))
+    let directory = cache.directory(key(root), |directory| make(root, directory))?;
+    Ok(directory.join(IMAGE))
 }
 
-fn make(root: &Root, packages: &str, target: &Path) -> Result<(), HostError> {
+/// The same if the cache has it.
+pub(super) fn made(root: &Root, cache: &Cache) -> Option<PathBuf> {
+    Some(cache.existing(key(root))?.join(IMAGE))
+}
+
+fn key(root: &Root) -> Key {
+    Key::new("Debian root", VERSION)
+        .with_bytes(root.packages.join(",").as_bytes())
+        .with_bytes(root.python.as_bytes())
+        .with_bytes(root.script.as_bytes())
+        .with_bytes(&root.free_mib.to_le_bytes())
+}
+
+fn make(root: &Root, target: &Path) -> Result<(), HostError> {
     let mut mkfs = tool("mkfs.ext4", "e2fsprogs")?;
     let mut mmdebstrap = tool("mmdebstrap", "mmdebstrap")?;
     if !rustix::process::geteuid().is_root() {
@@ -114,7 +123,7 @@ fn make(root: &Root, packages: &str, target: &Path) -> Result<(), HostError> {
     for directory in ["doc", "man", "locale"] {
         mmdebstrap.arg(format!("--dpkgopt=path-exclude=/usr/share/{directory}/*"));
     }
-    mmdebstrap.arg(format!("--include={packages}"));
+    mmdebstrap.arg(format!("--include={}", root.packages.join(",")));
     if !root.python.is_empty() {
         let wheels = wheels(root.python, scratch.path())?;
         mmdebstrap.arg(format!("--customize-hook=copy-in {} /var/tmp", wheels.display()));
@@ -137,7 +146,7 @@ fn make(root: &Root, packages: &str, target: &Path) -> Result<(), HostError> {
     // File systems of many small files need an eighth more than their files.
     let size_mib = used_mib + used_mib / 8 + root.free_mib;
     mkfs.args(["-q", "-m", "0", "-L", root.name, "-d"]).arg(&tree);
-    mkfs.arg(target.join("root.ext4")).arg(format!("{size_mib}M"));
+    mkfs.arg(target.join(IMAGE)).arg(format!("{size_mib}M"));
     run(&mut mkfs, "making an ext4 image")?;
     Ok(())
 }

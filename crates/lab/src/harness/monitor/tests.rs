@@ -12,6 +12,7 @@ fn assets() -> Assets {
         elf: Some("/ebb/vmlinux".into()),
         initrd: "/ebb/guest.cpio".into(),
         module: Presence::Present,
+        debian: Some(GuestFiles { kernel: "/debian/vmlinux".into(), root: "/dev/vdb".into() }),
     }
 }
 
@@ -136,4 +137,16 @@ fn setups_are_described_by_their_differences() {
         "ebb run, free page reporting on, guest reports blocks of order 0 and up, guest memory \
          without transparent huge pages"
     );
+}
+
+#[test]
+fn a_debian_guest_has_a_root_on_a_disk_and_no_initramfs() {
+    for monitor in [MonitorKind::Ebb, MonitorKind::Qemu] {
+        let setup = Setup { debian: true, monitor, ..Setup::EBB };
+        let line = line(&setup);
+        assert!(line.contains("kernel /debian/vmlinux ") && !line.contains("initrd"), "{line}");
+        assert!(line.contains("root=/dev/vda rw ip=198.18.1.2::198.18.1.1:"), "{line}");
+        let without = Assets { debian: None, ..assets() };
+        assert_eq!(without.missing(&setup), Some(Missing::Debian));
+    }
 }

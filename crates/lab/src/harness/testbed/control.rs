@@ -59,14 +59,18 @@ impl Testbed<'_> {
         size: GuestSize,
         devices: &[Device<'_>],
     ) -> Result<GuestRecord, LabError> {
-        let monitor = self.setup.monitor;
-        let arguments: Vec<String> =
-            devices.iter().flat_map(|device| device.arguments(monitor)).collect();
+        let arguments = self.arguments(devices);
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let socket = ControlSocket::new()?;
         let record = self.start(size, Some(&socket.path()), &arguments)?;
         self.control(record.guest, size, socket)?;
         Ok(record)
+    }
+
+    /// The monitor's arguments for these devices.
+    pub(super) fn arguments(&self, devices: &[Device<'_>]) -> Vec<String> {
+        let monitor = self.setup.monitor;
+        devices.iter().flat_map(|device| device.arguments(monitor)).collect()
     }
 
     /// Starts the next guest's monitor with a control socket, without waiting for the guest.
