@@ -223,10 +223,11 @@ impl Assets {
             MonitorKind::Ebb => ("--kernel", "--initrd", "--cmdline"),
             MonitorKind::Qemu => ("-kernel", "-initrd", "-append"),
         };
-        command.arg(kernel_option).arg(kernel).args([arguments_option, &setup.kernel_arguments()]);
+        command.arg(kernel_option).arg(kernel);
         if !setup.debian {
             command.arg(initrd_option).arg(&self.initrd);
         }
+        command.args([arguments_option, &setup.kernel_arguments()]);
         match (control, setup.monitor) {
             (None, _) => {}
             (Some(socket), MonitorKind::Ebb) => {
