@@ -8,6 +8,9 @@ ip link add eth0 type dummy
 ip link set eth0 up
 ip address add 10.99.0.2/24 dev eth0
 ip route add default via 10.99.0.1
+# The chains that Docker or a firewall makes: firecracker-python names no priority (`priority` where
+# nftables' JSON has `prio`), so that a chain of its own has no hook and takes no rule that needs one.
+iptables -t nat -A POSTROUTING -s 10.99.1.0/24 -j MASQUERADE
 
 # A copy and not a link: a client resolves links before it starts the program.
 cp /initramfs/bin/ebb /usr/local/bin/ebb
