@@ -49,10 +49,17 @@ pub const CMDLINE_START: u64 = 0x2_0000;
 /// Longest kernel command line that fits, with its terminating NUL, in bytes.
 pub const CMDLINE_MAX_BYTES: usize = 0x1_0000;
 
-/// First virtio-mmio register window.
+/// First page of the first virtio-mmio device.
 pub const VIRTIO_MMIO_START: u64 = 0xd000_0000;
-/// Distance between virtio-mmio windows, in bytes.
-pub const VIRTIO_MMIO_STRIDE: u64 = 0x1000;
+/// A device's register window starts here in its first page, where only registers are, which the
+/// guest reads without an exit; its configuration space is all of its second page.
+pub const VIRTIO_MMIO_OFFSET: u64 = 0xf00;
+/// Size of such a page.
+pub const VIRTIO_MMIO_PAGE_BYTES: u64 = 0x1000;
+/// Distance between virtio-mmio devices, in bytes.
+pub const VIRTIO_MMIO_STRIDE: u64 = 2 * VIRTIO_MMIO_PAGE_BYTES;
+/// Size of a register window with its configuration space, in bytes.
+pub const VIRTIO_MMIO_WINDOW_BYTES: u64 = VIRTIO_MMIO_STRIDE - VIRTIO_MMIO_OFFSET;
 /// First interrupt line of virtio devices; 0-4 belong to PC devices.
 pub const VIRTIO_FIRST_GSI: u32 = 5;
 /// Last interrupt line of virtio devices: the IOAPIC has 24 pins, the last is the ACPI event

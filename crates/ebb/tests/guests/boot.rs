@@ -61,6 +61,21 @@ fn vmlinux_on_two_vcpus(scene: &Scene) {
     for id in both {
         guest.outcome(id).unwrap();
     }
+    interrupts_without_exits(&guest);
+}
+
+/// At an interrupt a driver reads one register, which is mapped, and writes another one, which KVM
+/// takes: neither wakes the monitor.
+fn interrupts_without_exits(guest: &Guest) {
+    let exits = || {
+        ["mmio_read", "mmio_write"]
+            .map(|kind| guest.metric(&format!("ebb_vcpu_exits_total{{kind=\"{kind}\"}}")))
+    };
+    let before = exits();
+    for _ in 0..20 {
+        guest.statistics().unwrap();
+    }
+    assert_eq!(exits(), before);
 }
 
 /// Free pages of the guest's zone Normal, which begins at 4 GiB on x86-64.

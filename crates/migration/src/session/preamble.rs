@@ -15,7 +15,7 @@ use super::reason::printable;
 use super::session_id::SessionId;
 
 /// Version of the protocol. Both sides must use the same one.
-pub const PROTOCOL_VERSION: u16 = 3;
+pub const PROTOCOL_VERSION: u16 = 4;
 
 /// First bytes of every connection.
 pub(super) const MAGIC: [u8; 8] = *b"EBB-MIG\n";

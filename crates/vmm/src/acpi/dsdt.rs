@@ -117,7 +117,8 @@ fn virtio_mmio(aml: &mut Vec<u8>, index: usize, device: MmioDevice) {
     let number = index as u8;
     let uid = Name::new("_UID".into(), &number);
     let coherent = Name::new("_CCA".into(), &ONE);
-    let window = Memory32Fixed::new(true, device.address as u32, layout::VIRTIO_MMIO_STRIDE as u32);
+    let bytes = layout::VIRTIO_MMIO_WINDOW_BYTES as u32;
+    let window = Memory32Fixed::new(true, device.address as u32, bytes);
     let interrupt = edge_interrupt(device.gsi);
     let resources = ResourceTemplate::new(vec![&window, &interrupt]);
     let crs = Name::new("_CRS".into(), &resources);

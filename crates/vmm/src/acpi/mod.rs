@@ -200,7 +200,7 @@ mod tests {
     }
 
     fn platform(cpus: u8, nodes: Vec<NumaNode>) -> Platform {
-        Platform { cpus, devices: vec![MmioDevice { address: 0xd000_0000, gsi: 5 }], nodes }
+        Platform { cpus, devices: vec![MmioDevice { address: 0xd000_0f00, gsi: 5 }], nodes }
     }
 
     #[test]
@@ -227,7 +227,7 @@ mod tests {
     #[test]
     fn the_largest_platform_fits() {
         let devices = (0..18)
-            .map(|slot| MmioDevice { address: 0xd000_0000 + slot * 0x1000, gsi: 5 + slot as u32 })
+            .map(|slot| MmioDevice { address: 0xd000_0f00 + slot * 0x2000, gsi: 5 + slot as u32 })
             .collect();
         let nodes = (0..8)
             .map(|node| NumaNode {

@@ -13,8 +13,9 @@ use twox_hash::XxHash3_64;
 
 use super::{MachineState, SnapshotError};
 
-/// Format version of the file. Incremented when an older monitor would misread the file.
-pub const FORMAT_VERSION: u32 = 1;
+/// Format version of the file. Incremented when an older monitor would misread the file. Since 2,
+/// devices are at other addresses.
+pub const FORMAT_VERSION: u32 = 2;
 /// Offset of the RAM: a multiple of the huge page size, so that file systems with huge pages can
 /// map them.
 pub const RAM_OFFSET_BYTES: u64 = 2 << 20;

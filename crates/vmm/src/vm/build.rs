@@ -6,8 +6,11 @@ use std::time::Instant;
 
 use ebb_guest_ram::{GuestMemory, GuestRam, Populate, RegionSpec, SharedRam};
 use ebb_kvm_clock::Kilohertz;
-use kvm_bindings::{CpuId, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region};
+use kvm_bindings::{
+    CpuId, KVM_MEM_READONLY, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region,
+};
 use kvm_ioctls::{IoEventAddress, Kvm, VmFd};
+use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INTERRUPT_ACK, VIRTIO_MMIO_QUEUE_NOTIFY};
 use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -34,7 +37,9 @@ use crate::devices::serial::Serial;
 use crate::devices::virtio::VirtioDevice;
 use crate::devices::virtio::balloon::BalloonDevice;
 use crate::devices::virtio::block::{Block, DiskLock};
-use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport, MmioWindow, Wires};
+use crate::devices::virtio::mmio::{
+    INTERRUPT_USED, ManagedDevice, MmioTransport, MmioWindow, RegisterPage, Wires,
+};
 use crate::devices::virtio::net::{Net, OpenNet};
 use crate::devices::virtio::rng::Rng;
 use crate::devices::virtio::worker::Worker;
@@ -60,6 +65,8 @@ pub(super) struct Built {
 struct Assembly<'a> {
     vm_fd: &'a VmFd,
     memory: GuestMemory,
+    /// KVM's memory slots that guest memory uses.
+    memory_slots: usize,
     filters: &'a Filters,
     exit: &'a Arc<ExitSignal>,
     buses: Buses,
@@ -140,6 +147,7 @@ pub(super) fn build(
     let mut assembly = Assembly {
         vm_fd: &vm_fd,
         memory: ram.memory().clone(),
+        memory_slots: ram.regions().len(),
         filters,
         exit,
         buses: Buses::default(),
@@ -446,6 +454,20 @@ fn register_memory(vm: &VmFd, ram: &GuestRam) -> Result<(), VmError> {
     Ok(())
 }
 
+/// Lets the guest read a device's registers.
+fn register_page(vm: &VmFd, slot: usize, address: u64, page: &RegisterPage) -> Result<(), VmError> {
+    let slot = kvm_userspace_memory_region {
+        slot: slot as u32,
+        flags: KVM_MEM_READONLY,
+        guest_phys_addr: address,
+        memory_size: layout::VIRTIO_MMIO_PAGE_BYTES,
+        userspace_addr: std::ptr::from_ref(page).addr() as u64,
+    };
+    // SAFETY: the page holds nothing else, and the guest cannot write to it; its transport owns it,
+    // which `Vm` keeps until after its `VmFd` and vCPU threads are gone.
+    unsafe { vm.set_user_memory_region(slot) }.map_err(VmError::kvm("map a device's registers"))
+}
+
 impl Assembly<'_> {
     /// Creates an eventfd wired to an interrupt line.
     fn interrupt(&self, gsi: u32) -> Result<EventFd, VmError> {
@@ -524,7 +546,8 @@ impl Assembly<'_> {
             return Err(VmError::TooManyDevices { count: slot + 1, limit });
         }
         let gsi = layout::VIRTIO_FIRST_GSI + slot as u32;
-        let address = layout::VIRTIO_MMIO_START + slot as u64 * layout::VIRTIO_MMIO_STRIDE;
+        let page = layout::VIRTIO_MMIO_START + slot as u64 * layout::VIRTIO_MMIO_STRIDE;
+        let address = page + layout::VIRTIO_MMIO_OFFSET;
         let wires = Wires::new(device.queue_sizes().len())
             .map_err(VmError::host("create device events"))?;
         self.vm_fd
@@ -539,18 +562,22 @@ impl Assembly<'_> {
                 wake: Box::new(move || drop(wake.write(1))),
             });
         }
-        let notify = IoEventAddress::Mmio(
-            address + u64::from(virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY),
-        );
+        let register = |offset: u32| IoEventAddress::Mmio(address + u64::from(offset));
         for (queue, kick) in wires.kicks.iter().enumerate() {
             self.vm_fd
-                .register_ioevent(kick, &notify, queue as u32)
+                .register_ioevent(kick, &register(VIRTIO_MMIO_QUEUE_NOTIFY), queue as u32)
                 .map_err(VmError::kvm("wire a queue notification"))?;
         }
+        let acknowledge = register(VIRTIO_MMIO_INTERRUPT_ACK);
+        self.vm_fd
+            .register_ioevent(&wires.acknowledged, &acknowledge, INTERRUPT_USED)
+            .map_err(VmError::kvm("wire an acknowledgement of interrupts"))?;
         let window =
             Arc::new(MmioWindow::new(MmioTransport::new(device, self.memory.clone(), wires)));
         let transport = window.transport().clone();
-        self.buses.memory.insert(address..address + layout::VIRTIO_MMIO_STRIDE, window)?;
+        let registers = window.registers().clone();
+        self.buses.memory.insert(address..address + layout::VIRTIO_MMIO_WINDOW_BYTES, window)?;
+        register_page(self.vm_fd, self.memory_slots + slot, page, &registers)?;
         let worker = Worker::spawn(name, transport.clone(), self.filters, self.exit.clone())
             .map_err(VmError::host("start a device thread"))?;
         self.workers.push(worker);

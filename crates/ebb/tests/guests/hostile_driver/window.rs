@@ -6,8 +6,9 @@ use std::ptr::NonNull;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 
-/// Size of a register window in bytes.
-const WINDOW_BYTES: usize = 4096;
+/// Size of a register window in bytes: the end of a page, and the page with the configuration space.
+const WINDOW_BYTES: usize = CONFIG + PAGE_BYTES;
+const PAGE_BYTES: usize = 4096;
 /// Magic value "virt" (virtio 1.3 section 4.2.2).
 const MAGIC: u32 = 0x7472_6976;
 /// Device type of the entropy device (section 5.4.1).
@@ -66,13 +67,17 @@ impl Window {
             .open("/dev/mem")
             .map_err(|error| format!("/dev/mem: {error}"))?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let into_page = start % PAGE_BYTES as u64;
+        let (bytes, page) = (into_page as usize + WINDOW_BYTES, start - into_page);
         // SAFETY: the kernel chooses an unused address; the mapping contains a device's registers,
         // not memory managed by Rust.
         let mapped = unsafe {
-            mmap(std::ptr::null_mut(), WINDOW_BYTES, protection, MapFlags::SHARED, &memory, start)
+            mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, &memory, page)
         };
-        let address = mapped.map_err(|error| format!("/dev/mem at {start:#x}: {error}"))?;
-        NonNull::new(address.cast()).map(Self).ok_or_else(|| "mapped at 0".to_owned())
+        let mapped = mapped.map_err(|error| format!("/dev/mem at {start:#x}: {error}"))?;
+        // SAFETY: the mapping goes on beyond this offset.
+        let address = unsafe { mapped.cast::<u8>().add(into_page as usize) };
+        NonNull::new(address).map(Self).ok_or_else(|| "mapped at 0".to_owned())
     }
 
     /// Reads a register.

@@ -3,9 +3,11 @@
 //! Operations of a driver in the wrong order are either ignored or answered with
 //! DEVICE_NEEDS_RESET; nothing here trusts the guest.
 
+mod registers;
+
 use std::fs::File;
 use std::io;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -19,6 +21,9 @@ use virtio_bindings::virtio_mmio as reg;
 use virtio_queue::{Queue, QueueT};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use registers::REGISTER_BYTES;
+pub use registers::RegisterPage;
+
 use super::state::{DeviceDescription, SavedQueue, TransportState};
 use super::{HostEvents, VirtioDevice, Work};
 use crate::devices::bus::{BusDevice, ExclusiveDevice};
@@ -28,10 +33,11 @@ const MAGIC: u32 = u32::from_le_bytes(*b"virt");
 /// Version 2 is the layout of virtio 1.0 and later.
 const VERSION: u32 = 2;
 const VENDOR: u32 = u32::from_le_bytes(*b"EBB ");
-const INTERRUPT_USED: u32 = reg::VIRTIO_MMIO_INT_VRING;
+/// Bit of the interrupt registers: a used buffer.
+pub const INTERRUPT_USED: u32 = reg::VIRTIO_MMIO_INT_VRING;
 const INTERRUPT_CONFIG: u32 = reg::VIRTIO_MMIO_INT_CONFIG;
 /// Offset of the device's own configuration space.
-const CONFIG_SPACE: u64 = reg::VIRTIO_MMIO_CONFIG as u64;
+const CONFIG_SPACE: u64 = REGISTER_BYTES as u64;
 
 /// Most queues of any device here: the balloon has six, the rest is reserve.
 const MAX_QUEUES: usize = 16;
@@ -42,6 +48,9 @@ pub struct Wires {
     pub interrupt: EventFd,
     /// One for each queue, signalled by the driver's notification (ioeventfd).
     pub kicks: Vec<Arc<EventFd>>,
+    /// Takes acknowledgements of [`INTERRUPT_USED`] alone (ioeventfd), for which nothing is to be
+    /// done: nothing waits for it.
+    pub acknowledged: EventFd,
     /// Signalled by the transport when all queues must be checked or timers read again.
     pub wake: Arc<EventFd>,
 }
@@ -55,6 +64,7 @@ impl Wires {
         Ok(Self {
             interrupt: EventFd::new(EFD_NONBLOCK)?,
             kicks,
+            acknowledged: EventFd::new(EFD_NONBLOCK)?,
             wake: Arc::new(EventFd::new(EFD_NONBLOCK)?),
         })
     }
@@ -74,16 +84,17 @@ pub struct MmioTransport<D> {
     driver_features: u64,
     queue_select: u32,
     status: u32,
-    interrupt_status: Arc<AtomicU32>,
     config_generation: u32,
     active: bool,
+    /// What the guest reads: up to date whenever the transport's lock is free.
+    registers: Arc<RegisterPage>,
 }
 
 impl<D: VirtioDevice> MmioTransport<D> {
     /// Puts `device` behind a register window. Rings are read from `memory`.
     pub fn new(device: D, memory: GuestMemory, wires: Wires) -> Self {
         let queues = new_queues(&device);
-        Self {
+        let new = Self {
             device,
             memory,
             wires,
@@ -94,10 +105,12 @@ impl<D: VirtioDevice> MmioTransport<D> {
             driver_features: 0,
             queue_select: 0,
             status: 0,
-            interrupt_status: Arc::default(),
             config_generation: 0,
             active: false,
-        }
+            registers: Arc::default(),
+        };
+        new.publish();
+        new
     }
 
     /// The eventfds.
@@ -130,6 +143,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
     /// Notifies the driver of a change of the configuration space.
     pub fn config_changed(&mut self) {
         self.config_generation = self.config_generation.wrapping_add(1);
+        self.publish();
         if self.active {
             self.interrupt(INTERRUPT_CONFIG);
         }
@@ -204,7 +218,8 @@ impl<D: VirtioDevice> MmioTransport<D> {
         self.driver_features = 0;
         self.queue_select = 0;
         self.status = 0;
-        self.interrupt_status.store(0, Ordering::Release);
+        self.registers.interrupt_status().store(0, Ordering::Release);
+        self.publish();
     }
 
     fn notify_driver(&mut self, work: Work) {
@@ -217,7 +232,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
     }
 
     fn interrupt(&mut self, cause: u32) {
-        self.interrupt_status.fetch_or(cause, Ordering::AcqRel);
+        self.registers.interrupt_status().fetch_or(cause, Ordering::AcqRel);
         // A full counter means that an interrupt is pending already.
         let _ = self.wires.interrupt.write(1);
     }
@@ -226,8 +241,11 @@ impl<D: VirtioDevice> MmioTransport<D> {
         self.device.features() | 1 << VIRTIO_F_VERSION_1
     }
 
-    fn read_register(&mut self, offset: u64) -> u32 {
-        let Ok(offset) = u32::try_from(offset) else { return 0 };
+    fn publish(&self) {
+        self.registers.set(|offset| self.read_register(offset));
+    }
+
+    fn read_register(&self, offset: u32) -> u32 {
         match offset {
             reg::VIRTIO_MMIO_MAGIC_VALUE => MAGIC,
             reg::VIRTIO_MMIO_VERSION => VERSION,
@@ -422,7 +440,7 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
             driver_features: self.driver_features,
             queue_select: self.queue_select,
             status: self.status,
-            interrupt_status: self.interrupt_status.load(Ordering::Acquire),
+            interrupt_status: self.registers.interrupt_status().load(Ordering::Acquire),
             config_generation: self.config_generation,
             active: self.active,
             ready: if self.active { self.ready.clone() } else { Vec::new() },
@@ -481,7 +499,8 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
         self.queue_select = state.queue_select;
         self.status = state.status;
         self.config_generation = state.config_generation;
-        self.interrupt_status.store(state.interrupt_status, Ordering::Release);
+        self.registers.interrupt_status().store(state.interrupt_status, Ordering::Release);
+        self.publish();
         Ok(())
     }
 
@@ -507,7 +526,7 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
     }
 
     fn interrupt_again(&self) {
-        if self.interrupt_status.load(Ordering::Acquire) != 0 {
+        if self.registers.interrupt_status().load(Ordering::Acquire) != 0 {
             let _ = self.wires.interrupt.write(1);
         }
     }
@@ -515,42 +534,46 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
 
 /// The register window as vCPUs see it.
 ///
-/// The two interrupt registers are served without the transport's lock: a driver accesses them at
-/// every interrupt, and must not wait for a device that is processing its next buffer.
+/// Reads of registers do not come here where [`RegisterPage`] is mapped, nor do acknowledgements of
+/// used buffers where [`Wires::acknowledged`] takes them. Their bit then stays set until one comes
+/// with a change of the configuration, or a reset: the line is edge-triggered and the device's
+/// alone, so that all it costs is one look at the rings in vain.
 pub struct MmioWindow<D> {
     transport: Arc<Mutex<MmioTransport<D>>>,
-    interrupt_status: Arc<AtomicU32>,
+    registers: Arc<RegisterPage>,
 }
 
 impl<D: VirtioDevice> MmioWindow<D> {
     /// Creates the window of `transport`.
     pub fn new(transport: MmioTransport<D>) -> Self {
-        let interrupt_status = transport.interrupt_status.clone();
-        Self { transport: Arc::new(Mutex::new(transport)), interrupt_status }
+        let registers = transport.registers.clone();
+        Self { transport: Arc::new(Mutex::new(transport)), registers }
     }
 
     /// The transport behind the window.
     pub fn transport(&self) -> &Arc<Mutex<MmioTransport<D>>> {
         &self.transport
     }
+
+    /// The page that holds the registers.
+    pub fn registers(&self) -> &Arc<RegisterPage> {
+        &self.registers
+    }
 }
 
 impl<D: VirtioDevice> BusDevice for MmioWindow<D> {
     fn read(&self, offset: u64, data: &mut [u8]) {
-        const STATUS: u64 = reg::VIRTIO_MMIO_INTERRUPT_STATUS as u64;
-        match (offset, &mut *data) {
-            (STATUS, [_, _, _, _]) => {
-                data.copy_from_slice(&self.interrupt_status.load(Ordering::Acquire).to_le_bytes());
-            }
-            _ => BusDevice::read(&*self.transport, offset, data),
-        }
+        BusDevice::read(&*self.transport, offset, data);
     }
 
     fn write(&self, offset: u64, data: &[u8]) {
         const ACK: u64 = reg::VIRTIO_MMIO_INTERRUPT_ACK as u64;
         match (offset, <[u8; 4]>::try_from(data)) {
+            // Without the transport's lock: a driver must not wait for a device that is processing
+            // its next buffer.
             (ACK, Ok(bytes)) => {
-                self.interrupt_status.fetch_and(!u32::from_le_bytes(bytes), Ordering::AcqRel);
+                let handled = u32::from_le_bytes(bytes);
+                self.registers.interrupt_status().fetch_and(!handled, Ordering::AcqRel);
             }
             _ => BusDevice::write(&*self.transport, offset, data),
         }
@@ -568,13 +591,11 @@ fn new_queues(device: &impl VirtioDevice) -> Vec<Queue> {
 
 impl<D: VirtioDevice> ExclusiveDevice for MmioTransport<D> {
     fn read(&mut self, offset: u64, data: &mut [u8]) {
+        data.fill(0);
         if let Some(offset) = offset.checked_sub(CONFIG_SPACE) {
-            data.fill(0);
             self.device.read_config(offset, data);
-        } else if data.len() == 4 && offset.is_multiple_of(4) {
-            data.copy_from_slice(&self.read_register(offset).to_le_bytes());
-        } else {
-            data.fill(0);
+        } else if let (Some(value), [_, _, _, _]) = (self.registers.get(offset), &mut *data) {
+            data.copy_from_slice(&value.to_le_bytes());
         }
     }
 
@@ -586,6 +607,7 @@ impl<D: VirtioDevice> ExclusiveDevice for MmioTransport<D> {
             && let Ok(bytes) = data.try_into()
         {
             self.write_register(offset, u32::from_le_bytes(bytes));
+            self.publish();
         }
     }
 }
