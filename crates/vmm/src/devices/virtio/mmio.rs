@@ -4,11 +4,12 @@
 //! DEVICE_NEEDS_RESET; nothing here trusts the guest.
 
 mod registers;
+mod window;
 
 use std::fs::File;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use ebb_guest_ram::GuestMemory;
@@ -23,10 +24,11 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use registers::REGISTER_BYTES;
 pub use registers::RegisterPage;
+pub use window::MmioWindow;
 
 use super::state::{DeviceDescription, SavedQueue, TransportState};
 use super::{HostEvents, VirtioDevice, Work};
-use crate::devices::bus::{BusDevice, ExclusiveDevice};
+use crate::devices::bus::ExclusiveDevice;
 use crate::devices::throttle::Throttle;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"virt");
@@ -528,54 +530,6 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
     fn interrupt_again(&self) {
         if self.registers.interrupt_status().load(Ordering::Acquire) != 0 {
             let _ = self.wires.interrupt.write(1);
-        }
-    }
-}
-
-/// The register window as vCPUs see it.
-///
-/// Reads of registers do not come here where [`RegisterPage`] is mapped, nor do acknowledgements of
-/// used buffers where [`Wires::acknowledged`] takes them. Their bit then stays set until one comes
-/// with a change of the configuration, or a reset: the line is edge-triggered and the device's
-/// alone, so that all it costs is one look at the rings in vain.
-pub struct MmioWindow<D> {
-    transport: Arc<Mutex<MmioTransport<D>>>,
-    registers: Arc<RegisterPage>,
-}
-
-impl<D: VirtioDevice> MmioWindow<D> {
-    /// Creates the window of `transport`.
-    pub fn new(transport: MmioTransport<D>) -> Self {
-        let registers = transport.registers.clone();
-        Self { transport: Arc::new(Mutex::new(transport)), registers }
-    }
-
-    /// The transport behind the window.
-    pub fn transport(&self) -> &Arc<Mutex<MmioTransport<D>>> {
-        &self.transport
-    }
-
-    /// The page that holds the registers.
-    pub fn registers(&self) -> &Arc<RegisterPage> {
-        &self.registers
-    }
-}
-
-impl<D: VirtioDevice> BusDevice for MmioWindow<D> {
-    fn read(&self, offset: u64, data: &mut [u8]) {
-        BusDevice::read(&*self.transport, offset, data);
-    }
-
-    fn write(&self, offset: u64, data: &[u8]) {
-        const ACK: u64 = reg::VIRTIO_MMIO_INTERRUPT_ACK as u64;
-        match (offset, <[u8; 4]>::try_from(data)) {
-            // Without the transport's lock: a driver must not wait for a device that is processing
-            // its next buffer.
-            (ACK, Ok(bytes)) => {
-                let handled = u32::from_le_bytes(bytes);
-                self.registers.interrupt_status().fetch_and(!handled, Ordering::AcqRel);
-            }
-            _ => BusDevice::write(&*self.transport, offset, data),
         }
     }
 }

@@ -5,6 +5,7 @@ use virtio_queue::QueueState;
 use vm_memory::GuestAddress;
 
 use super::*;
+use crate::devices::bus::BusDevice;
 
 /// A device that records the calls to it.
 #[derive(Default)]
