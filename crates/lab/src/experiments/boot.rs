@@ -12,7 +12,7 @@ use ebb_agent::protocol::Command;
 
 use crate::LabError;
 use crate::harness::counters::Counters;
-use crate::harness::experiment::{Experiment, Run, Runs, SeriesPlan, parameters};
+use crate::harness::experiment::{Experiment, Needs, Run, Runs, SeriesPlan, parameters};
 use crate::harness::monitor::{MonitorKind, Setup};
 use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::testbed::Testbed;
@@ -34,6 +34,8 @@ pub static BOOT: Experiment = Experiment {
     host: |scale, _| sizes(scale).host,
     parameters: |scale| parameters(&sizes(scale)),
     guests: |scale| sizes(scale).rounds * rows().len() as u32,
+    // For the guests that answer ssh.
+    needs: Needs { network: true, ..Experiment::DEFAULT.needs },
     metrics: || metrics::describe(metrics()),
     series: || {
         let plan = |(runs, name, summary, setup)| SeriesPlan {
