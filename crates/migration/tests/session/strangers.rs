@@ -256,25 +256,25 @@ fn other_programs_are_detected() {
 
 #[test]
 fn another_version_is_reported_on_both_sides() {
-    // The previous release was version 2. A destination of it.
-    let mut answer = preamble(2, 1, 0, [0; 16]);
+    // The previous version was 3. A destination of it.
+    let mut answer = preamble(3, 1, 0, [0; 16]);
     answer.extend([0; 100]);
     let error = meet(answer.leak(), &TimeLimits::default());
-    assert!(matches!(error, SessionError::Version { theirs: 2, ours: 3, .. }), "{error:?}");
+    assert!(matches!(error, SessionError::Version { theirs: 3, ours: 4, .. }), "{error:?}");
     assert!(error.to_string().contains("same release"), "{error}");
 
     // A source of it.
     let mut listener = listen(&drive::loopback(), &Security::Insecure, &TimeLimits::default());
     let mut source = dial(listener.address());
-    source.write_all(&preamble(2, 1, 0, [0; 16])).unwrap();
+    source.write_all(&preamble(3, 1, 0, [0; 16])).unwrap();
     while listener.refusals().count() == 0 {
         listener.accept(Some(Duration::from_millis(20))).unwrap_err();
     }
     let logged = listener.refusals().last().unwrap();
-    assert!(logged.contains("version 3") && logged.contains("version 2"), "{logged}");
+    assert!(logged.contains("version 4") && logged.contains("version 3"), "{logged}");
     assert_eq!(
         read_all(source),
-        preamble(3, 1, 0, [0; 16]),
+        preamble(4, 1, 0, [0; 16]),
         "it receives the version of this side"
     );
 }

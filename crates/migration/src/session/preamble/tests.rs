@@ -13,12 +13,12 @@ fn roles_survive_a_round_trip() {
 
 #[test]
 fn the_layout_does_not_change() {
-    let mut expected = b"EBB-MIG\n\x03\x00\x02\x00\x03\x00\x00\x00".to_vec();
+    let mut expected = b"EBB-MIG\n\x04\x00\x02\x00\x03\x00\x00\x00".to_vec();
     expected.extend([7; 16]);
     assert_eq!(data(3).preamble().as_slice(), expected);
     assert_eq!(
         Role::Control.preamble()[8..],
-        [3, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+        [4, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     );
 }
 
@@ -39,8 +39,8 @@ fn the_first_wrong_byte_is_refused() {
         let at_once = wrong < 8;
         let result = Role::parse(if at_once { &bytes[..=wrong] } else { &bytes });
         match wrong {
-            8 => assert_eq!(result, Err(PreambleError::Version(0x83))),
-            9 => assert_eq!(result, Err(PreambleError::Version(0x8003))),
+            8 => assert_eq!(result, Err(PreambleError::Version(0x84))),
+            9 => assert_eq!(result, Err(PreambleError::Version(0x8004))),
             _ => assert!(
                 matches!(result, Err(PreambleError::Foreign(_))),
                 "byte {wrong}: {result:?}"
