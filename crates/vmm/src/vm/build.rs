@@ -463,8 +463,8 @@ fn register_page(vm: &VmFd, slot: usize, address: u64, page: &RegisterPage) -> R
         memory_size: layout::VIRTIO_MMIO_PAGE_BYTES,
         userspace_addr: std::ptr::from_ref(page).addr() as u64,
     };
-    // SAFETY: the page holds nothing else, and the guest cannot write to it; its transport owns it,
-    // which `Vm` keeps until after its `VmFd` and vCPU threads are gone.
+    // SAFETY: the page holds nothing else, and the guest cannot write to it. Each vCPU's thread
+    // holds the buses and with them the page, for as long as it can run the guest.
     unsafe { vm.set_user_memory_region(slot) }.map_err(VmError::kvm("map a device's registers"))
 }
 

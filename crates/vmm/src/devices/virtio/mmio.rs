@@ -51,7 +51,7 @@ pub struct Wires {
     /// One for each queue, signalled by the driver's notification (ioeventfd).
     pub kicks: Vec<Arc<EventFd>>,
     /// Takes acknowledgements of [`INTERRUPT_USED`] alone (ioeventfd), for which nothing is to be
-    /// done: nothing waits for it.
+    /// done: see [`MmioWindow`]. Nothing waits for it.
     pub acknowledged: EventFd,
     /// Signalled by the transport when all queues must be checked or timers read again.
     pub wake: Arc<EventFd>,
@@ -387,6 +387,8 @@ impl<D: VirtioDevice> MmioTransport<D> {
                 );
                 self.queues = new_queues(&self.device);
                 self.status |= VIRTIO_CONFIG_S_NEEDS_RESET;
+                // Another vCPU may read it as soon as it has the interrupt.
+                self.publish();
                 self.interrupt(INTERRUPT_CONFIG);
             }
         }
@@ -417,8 +419,8 @@ pub trait ManagedDevice: Send {
     /// Like [`VirtioDevice::acquire_exclusive`].
     fn acquire_exclusive(&mut self) -> Result<(), String>;
 
-    /// Raises the interrupt if the driver has causes pending. An interrupt may be in flight when
-    /// the interrupt controller is saved, and would be lost; a spurious one is harmless.
+    /// Raises the interrupt if there was a cause since the reset. An interrupt may be in flight
+    /// when the interrupt controller is saved, and would be lost; a spurious one is harmless.
     fn interrupt_again(&self);
 }
 

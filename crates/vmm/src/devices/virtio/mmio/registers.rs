@@ -14,9 +14,9 @@ const WORDS: usize = (VIRTIO_MMIO_PAGE_BYTES / WORD_BYTES) as usize;
 const FIRST: usize = (VIRTIO_MMIO_OFFSET / WORD_BYTES) as usize;
 
 /// The first page of a register window. KVM maps it read-only into the guest, so that reading a
-/// register is no exit, and writing one still is. The window begins near its end: the configuration
-/// space lies in the next page, which is not mapped, because some of its fields are read in two
-/// halves that must belong together.
+/// register is no exit. The window begins near its end, and the configuration space lies in the next
+/// page, which is not mapped: its fields are read under the transport's lock, in which the new
+/// ConfigGeneration is set, too, so that a driver notices what has changed between two reads.
 #[repr(C, align(4096))]
 pub struct RegisterPage([AtomicU32; WORDS]);
 

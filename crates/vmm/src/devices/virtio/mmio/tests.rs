@@ -122,12 +122,15 @@ fn a_well_behaved_driver_gets_its_device() {
     assert_eq!(read(&window, reg::VIRTIO_MMIO_INTERRUPT_STATUS), INTERRUPT_USED);
     assert_eq!(behind(&window).wires().interrupt.read().unwrap(), 1);
     write(&window, reg::VIRTIO_MMIO_INTERRUPT_ACK, INTERRUPT_USED);
-    assert_eq!(read(&window, reg::VIRTIO_MMIO_INTERRUPT_STATUS), 0);
+    assert_eq!(read(&window, reg::VIRTIO_MMIO_INTERRUPT_STATUS), INTERRUPT_USED);
 
     let generation = read(&window, reg::VIRTIO_MMIO_CONFIG_GENERATION);
     behind(&window).config_changed();
     assert_ne!(read(&window, reg::VIRTIO_MMIO_CONFIG_GENERATION), generation);
-    assert_eq!(read(&window, reg::VIRTIO_MMIO_INTERRUPT_STATUS), INTERRUPT_CONFIG);
+    let both = INTERRUPT_USED | INTERRUPT_CONFIG;
+    assert_eq!(read(&window, reg::VIRTIO_MMIO_INTERRUPT_STATUS), both);
+    write(&window, reg::VIRTIO_MMIO_INTERRUPT_ACK, both);
+    assert_eq!(read(&window, reg::VIRTIO_MMIO_INTERRUPT_STATUS), INTERRUPT_USED);
 
     let mut byte = [0];
     window.read(0x103, &mut byte);

@@ -5,16 +5,17 @@ use std::sync::{Arc, Mutex};
 
 use virtio_bindings::virtio_mmio as reg;
 
-use super::{MmioTransport, RegisterPage};
+use super::{INTERRUPT_CONFIG, MmioTransport, RegisterPage};
 use crate::devices::bus::BusDevice;
 use crate::devices::virtio::VirtioDevice;
 
 /// The register window as vCPUs see it.
 ///
 /// Reads of registers do not come here where [`RegisterPage`] is mapped, nor do acknowledgements of
-/// used buffers where [`Wires::acknowledged`](super::Wires::acknowledged) takes them. Their bit then stays set until one comes
-/// with a change of the configuration, or a reset: the line is edge-triggered and the device's
-/// alone, so that all it costs is one look at the rings in vain.
+/// used buffers where [`Wires::acknowledged`](super::Wires::acknowledged) takes them. So the bit of
+/// used buffers in InterruptStatus stays set until the reset, unlike in virtio 1.3 section 4.2.3.4:
+/// the line is edge-triggered and the device's alone, and an interrupt for a change of the
+/// configuration makes the driver look at its rings, too.
 pub struct MmioWindow<D> {
     transport: Arc<Mutex<MmioTransport<D>>>,
     registers: Arc<RegisterPage>,
@@ -49,7 +50,7 @@ impl<D: VirtioDevice> BusDevice for MmioWindow<D> {
             // Without the transport's lock: a driver must not wait for a device that is processing
             // its next buffer.
             (ACK, Ok(bytes)) => {
-                let handled = u32::from_le_bytes(bytes);
+                let handled = u32::from_le_bytes(bytes) & INTERRUPT_CONFIG;
                 self.registers.interrupt_status().fetch_and(!handled, Ordering::AcqRel);
             }
             _ => BusDevice::write(&*self.transport, offset, data),
