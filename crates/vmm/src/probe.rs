@@ -43,7 +43,7 @@ const LEAST_MERGED_BYTES: u64 = 2 << 20;
 const API_VERSION: i32 = 12;
 
 /// KVM capabilities that the monitor needs.
-const NEEDED: [(Cap, &str); 10] = [
+const NEEDED: [(Cap, &str); 11] = [
     (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
     (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
     (Cap::Pit2, "KVM_CAP_PIT2"),
@@ -54,6 +54,7 @@ const NEEDED: [(Cap, &str); 10] = [
     (Cap::Ioeventfd, "KVM_CAP_IOEVENTFD"),
     (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
     (Cap::AdjustClock, "KVM_CAP_ADJUST_CLOCK"),
+    (Cap::ReadonlyMem, "KVM_CAP_READONLY_MEM"),
 ];
 
 /// Remedy for a KVM without a needed capability.
