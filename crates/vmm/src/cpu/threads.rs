@@ -38,7 +38,8 @@ pub struct ExitCounters {
     pub port_in: AtomicU64,
     /// Port writes.
     pub port_out: AtomicU64,
-    /// Reads of memory-mapped registers.
+    /// Reads of memory-mapped registers that KVM does not serve itself: of virtio devices, those of
+    /// the configuration space.
     pub mmio_read: AtomicU64,
     /// Writes of memory-mapped registers.
     pub mmio_write: AtomicU64,

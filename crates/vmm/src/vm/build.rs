@@ -67,6 +67,9 @@ struct Assembly<'a> {
     memory: GuestMemory,
     /// KVM's memory slots that guest memory uses.
     memory_slots: usize,
+    /// Takes acknowledgements of used buffers, of all devices: see
+    /// [`MmioWindow`]. KVM alone keeps it.
+    acknowledged: EventFd,
     filters: &'a Filters,
     exit: &'a Arc<ExitSignal>,
     buses: Buses,
@@ -148,6 +151,7 @@ pub(super) fn build(
         vm_fd: &vm_fd,
         memory: ram.memory().clone(),
         memory_slots: ram.regions().len(),
+        acknowledged: event()?,
         filters,
         exit,
         buses: Buses::default(),
@@ -570,7 +574,7 @@ impl Assembly<'_> {
         }
         let acknowledge = register(VIRTIO_MMIO_INTERRUPT_ACK);
         self.vm_fd
-            .register_ioevent(&wires.acknowledged, &acknowledge, INTERRUPT_USED)
+            .register_ioevent(&self.acknowledged, &acknowledge, INTERRUPT_USED)
             .map_err(VmError::kvm("wire an acknowledgement of interrupts"))?;
         let window =
             Arc::new(MmioWindow::new(MmioTransport::new(device, self.memory.clone(), wires)));

@@ -10,11 +10,14 @@ use super::{
 /// An address above all RAM of the guest, and below 2^44, the limit of page frame numbers.
 const NO_MEMORY: u64 = 0x8_0000_0000;
 
+/// Registers of a virtio device, which the guest reads like memory.
+const REGISTERS: u64 = 0xd000_0f00;
+
 /// A mistake on a correctly started device, with all features of the standard, or also those of the
 /// extension.
 type Mistake = fn(&mut Device);
 
-const MISTAKES: [Mistake; 20] = [
+const MISTAKES: [Mistake; 21] = [
     invalid_head,
     empty_chain,
     chain_that_loops,
@@ -30,6 +33,7 @@ const MISTAKES: [Mistake; 20] = [
     flood_of_statistics,
     hint_without_command,
     read_only_fields,
+    accesses_across_the_end_of_the_registers,
     arbitrary_available_index,
     table_in_a_table,
     rings_outside_memory,
@@ -116,7 +120,7 @@ fn wrong_directions(device: &mut Device) {
 }
 
 fn buffer_outside_memory(device: &mut Device) {
-    for address in [NO_MEMORY, u64::MAX - 2, 0xd000_0000] {
+    for address in [NO_MEMORY, u64::MAX - 2, REGISTERS] {
         for queue in [Queue::Inflate, Queue::Deflate, Queue::Statistics, Queue::Hints] {
             device.send(queue, &[Descriptor::readable(address, 64)]);
         }
@@ -214,6 +218,12 @@ fn read_only_fields(device: &mut Device) {
     device.window.write32(0xffc, 1);
 }
 
+fn accesses_across_the_end_of_the_registers(device: &mut Device) {
+    for before in 1..8 {
+        device.window.access_across(CONFIG - before);
+    }
+}
+
 fn arbitrary_available_index(device: &mut Device) {
     for index in 0..super::QUEUES {
         device.publish(index, 0x8000);
@@ -260,7 +270,7 @@ fn start_with(device: &mut Device, size: u32, rings: [u64; 3]) {
 fn rings_outside_memory(device: &mut Device) {
     let page = device.memory.ring_address(0);
     let good = [page, page + super::AVAILABLE_OFFSET as u64, page + super::USED_OFFSET as u64];
-    for bad in [NO_MEMORY, !15, 0xd000_0000, page + 1] {
+    for bad in [NO_MEMORY, !15, REGISTERS, page + 1] {
         for ring in 0..3 {
             let mut rings = good;
             rings[ring] = bad;

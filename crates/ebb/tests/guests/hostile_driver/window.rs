@@ -120,4 +120,11 @@ impl Window {
         // SAFETY: as in `read32`.
         unsafe { self.at::<u8>(offset).write_volatile(value) }
     }
+
+    /// Reads and writes 64 bits at any offset.
+    pub fn access_across(&self, offset: usize) {
+        let address = self.at::<u64>(offset);
+        // SAFETY: the address is inside the window, which stays mapped; alignment is not needed.
+        unsafe { address.write_unaligned(!address.read_unaligned()) }
+    }
 }

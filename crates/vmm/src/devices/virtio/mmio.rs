@@ -50,9 +50,6 @@ pub struct Wires {
     pub interrupt: EventFd,
     /// One for each queue, signalled by the driver's notification (ioeventfd).
     pub kicks: Vec<Arc<EventFd>>,
-    /// Takes acknowledgements of [`INTERRUPT_USED`] alone (ioeventfd), for which nothing is to be
-    /// done: see [`MmioWindow`]. Nothing waits for it.
-    pub acknowledged: EventFd,
     /// Signalled by the transport when all queues must be checked or timers read again.
     pub wake: Arc<EventFd>,
 }
@@ -66,7 +63,6 @@ impl Wires {
         Ok(Self {
             interrupt: EventFd::new(EFD_NONBLOCK)?,
             kicks,
-            acknowledged: EventFd::new(EFD_NONBLOCK)?,
             wake: Arc::new(EventFd::new(EFD_NONBLOCK)?),
         })
     }
@@ -127,7 +123,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
 
     /// The device, for changes by the monitor. Follow it with
     /// [`config_changed`](Self::config_changed) or [`wake`](Self::wake) if the driver or the worker
-    /// must notice.
+    /// must notice, before the transport's lock is released.
     pub fn device_mut(&mut self) -> &mut D {
         &mut self.device
     }

@@ -12,10 +12,10 @@ use crate::devices::virtio::VirtioDevice;
 /// The register window as vCPUs see it.
 ///
 /// Reads of registers do not come here where [`RegisterPage`] is mapped, nor do acknowledgements of
-/// used buffers where [`Wires::acknowledged`](super::Wires::acknowledged) takes them. So the bit of
-/// used buffers in InterruptStatus stays set until the reset, unlike in virtio 1.3 section 4.2.3.4:
-/// the line is edge-triggered and the device's alone, and an interrupt for a change of the
-/// configuration makes the driver look at its rings, too.
+/// used buffers where an ioeventfd takes them, for which nothing is to be done. So the bit of used
+/// buffers in InterruptStatus stays set until the reset, unlike in virtio 1.3 section 4.2.3.4: the
+/// line is edge-triggered and the device's alone, and an interrupt for a change of the configuration
+/// makes the driver look at its rings, too.
 pub struct MmioWindow<D> {
     transport: Arc<Mutex<MmioTransport<D>>>,
     registers: Arc<RegisterPage>,
