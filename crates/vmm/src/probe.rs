@@ -43,14 +43,13 @@ const LEAST_MERGED_BYTES: u64 = 2 << 20;
 const API_VERSION: i32 = 12;
 
 /// KVM capabilities that the monitor needs.
-const NEEDED: [(Cap, &str); 11] = [
+const NEEDED: [(Cap, &str); 10] = [
     (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
     (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
     (Cap::Pit2, "KVM_CAP_PIT2"),
     (Cap::SetTssAddr, "KVM_CAP_SET_TSS_ADDR"),
     (Cap::ExtCpuid, "KVM_CAP_EXT_CPUID"),
     (Cap::MpState, "KVM_CAP_MP_STATE"),
-    (Cap::Irqfd, "KVM_CAP_IRQFD"),
     (Cap::Ioeventfd, "KVM_CAP_IOEVENTFD"),
     (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
     (Cap::AdjustClock, "KVM_CAP_ADJUST_CLOCK"),
@@ -325,7 +324,7 @@ mod tests {
             device: "/dev/kvm".into(),
             quality: KvmQuality::Fast { ns_per_iteration: 0.5 },
             api_version: Some(12),
-            missing_capabilities: vec!["KVM_CAP_IRQFD".into()],
+            missing_capabilities: vec!["KVM_CAP_IOEVENTFD".into()],
         };
         let text = serde_json::to_string(&probe).unwrap();
         assert!(text.contains(r#""quality":{"kind":"fast","ns_per_iteration":0.5}"#), "{text}");

@@ -281,11 +281,11 @@ mod tests {
     #[test]
     fn missing_capabilities_are_named() {
         let mut facts = facts(KvmQuality::Unavailable {
-            reason: "this KVM lacks KVM_CAP_IRQFD".into(),
+            reason: "this KVM lacks KVM_CAP_IOEVENTFD".into(),
             remedy: "another kernel".into(),
         });
         facts.kvm.api_version = Some(12);
-        facts.kvm.missing_capabilities = vec!["KVM_CAP_IRQFD".into()];
+        facts.kvm.missing_capabilities = vec!["KVM_CAP_IOEVENTFD".into()];
         let report = judge(&facts);
         assert_eq!(grade(&report, "KVM"), Grade::Ok);
         assert_eq!(grade(&report, "capabilities of KVM"), Grade::Problem);

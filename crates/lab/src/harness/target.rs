@@ -80,7 +80,9 @@ mod tests {
     fn only_a_fast_and_complete_kvm_is_no_obstacle() {
         let fast = KvmQuality::Fast { ns_per_iteration: 1.0 };
         assert_eq!(obstacle(&probed(fast.clone(), &[])), None);
-        assert!(obstacle(&probed(fast, &["KVM_CAP_IRQFD"])).unwrap().contains("KVM_CAP_IRQFD"));
+        assert!(
+            obstacle(&probed(fast, &["KVM_CAP_IOEVENTFD"])).unwrap().contains("KVM_CAP_IOEVENTFD")
+        );
         let emulated = KvmQuality::Emulated { ns_per_iteration: 1500.0, iterations: 10 };
         assert!(obstacle(&probed(emulated, &[])).unwrap().contains("1500 ns"));
         let denied = KvmQuality::PermissionDenied {

@@ -26,6 +26,9 @@ pub(crate) use recent::Recent;
 pub const BACKLOG_BYTES: usize = 64 << 10;
 /// Most bytes of a write.
 const CHUNK_BYTES: usize = 4096;
+/// How long the thread waits for more before it writes: a guest writes byte by byte, and to wake
+/// the thread for each would take the vCPU more time than the byte.
+const GATHER: Duration = Duration::from_millis(1);
 
 /// The output side of a console. Clones are the same.
 #[derive(Debug, Clone)]
@@ -204,6 +207,7 @@ impl Write for ConsoleOutput {
         let waits = state.backlog.is_empty();
         state.backlog.extend(&bytes[..taken]);
         state.dropped_bytes += (bytes.len() - taken) as u64;
+        drop(state);
         if waits && taken > 0 {
             shared.changed.notify_all();
         }
@@ -236,6 +240,9 @@ impl ConsoleWriter {
                 }
                 state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
             }
+            let gathers = |state: &mut State| !state.ended && state.backlog.len() < CHUNK_BYTES;
+            let gathered = self.shared.changed.wait_timeout_while(state, GATHER, gathers);
+            (state, _) = gathered.unwrap_or_else(PoisonError::into_inner);
             chunk.clear();
             chunk.extend(state.backlog.iter().take(CHUNK_BYTES));
             state = self.shared.wait_for_tokens(state, chunk.len() as u64);

@@ -3,6 +3,7 @@
 
 pub mod bus;
 pub mod console;
+pub mod interrupt;
 pub mod platform;
 pub mod serial;
 pub mod throttle;

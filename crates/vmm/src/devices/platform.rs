@@ -3,22 +3,21 @@
 
 use std::sync::Arc;
 
-use vmm_sys_util::eventfd::EventFd;
-
 use super::bus::ExclusiveDevice;
+use super::interrupt::InterruptLine;
 use crate::acpi;
 use crate::exit::{ExitSignal, GuestExit};
 
 /// The ACPI registers at [`layout::ACPI_PORT`](crate::layout::ACPI_PORT).
 pub struct AcpiRegisters {
     exit: Arc<ExitSignal>,
-    interrupt: EventFd,
+    interrupt: InterruptLine,
     events: u8,
 }
 
 impl AcpiRegisters {
-    /// Creates the registers; `interrupt` raises the event device's line.
-    pub fn new(exit: Arc<ExitSignal>, interrupt: EventFd) -> Self {
+    /// Creates the registers; `interrupt` is the event device's line.
+    pub fn new(exit: Arc<ExitSignal>, interrupt: InterruptLine) -> Self {
         Self { exit, interrupt, events: 0 }
     }
 
@@ -28,21 +27,23 @@ impl AcpiRegisters {
     }
 
     /// Restores saved events, and interrupts the guest if there are any.
-    pub fn restore(&mut self, events: u8) -> std::io::Result<()> {
+    pub fn restore(&mut self, events: u8) {
         self.events = events & (acpi::EVENT_POWER_BUTTON | acpi::EVENT_GENERATION);
-        if self.events == 0 { Ok(()) } else { self.interrupt.write(1) }
+        if self.events != 0 {
+            self.interrupt.pulse();
+        }
     }
 
     /// Presses the power button. The guest decides how to react; Linux needs its `button` module to
     /// notice.
-    pub fn press_power_button(&mut self) -> std::io::Result<()> {
-        self.notify(acpi::EVENT_POWER_BUTTON)
+    pub fn press_power_button(&mut self) {
+        self.notify(acpi::EVENT_POWER_BUTTON);
     }
 
     /// Notifies the guest of an event.
-    pub fn notify(&mut self, event: u8) -> std::io::Result<()> {
+    pub fn notify(&mut self, event: u8) {
         self.events |= event;
-        self.interrupt.write(1)
+        self.interrupt.pulse();
     }
 }
 

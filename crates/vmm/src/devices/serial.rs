@@ -1,6 +1,7 @@
 //! The first serial line (16550A, from vm-superio) between the port bus and a console.
 
 use std::io;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use vm_superio::Trigger;
@@ -9,15 +10,17 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::bus::ExclusiveDevice;
 use super::console::ConsoleOutput;
+use super::interrupt::InterruptLine;
 
 /// The interrupt of the line.
-pub struct SerialInterrupt(EventFd);
+pub struct SerialInterrupt(Arc<InterruptLine>);
 
 impl Trigger for SerialInterrupt {
     type E = io::Error;
 
     fn trigger(&self) -> io::Result<()> {
-        self.0.write(1)
+        self.0.pulse();
+        Ok(())
     }
 }
 
@@ -67,9 +70,9 @@ pub struct Serial {
 impl Serial {
     /// A line that writes to `output`, raises `interrupt`, and signals `input_read` when the guest
     /// has read all input.
-    pub fn new(interrupt: EventFd, input_read: EventFd, output: ConsoleOutput) -> Self {
+    pub fn new(interrupt: InterruptLine, input_read: EventFd, output: ConsoleOutput) -> Self {
         let line = vm_superio::Serial::with_events(
-            SerialInterrupt(interrupt),
+            SerialInterrupt(Arc::new(interrupt)),
             InputRead(input_read),
             output,
         );
@@ -93,12 +96,12 @@ impl Serial {
             scratch: saved.scratch,
             in_buffer: saved.input.clone(),
         };
-        let clone = |event: &EventFd| event.try_clone().map_err(|error| error.to_string());
-        let interrupt = SerialInterrupt(clone(&self.line.interrupt_evt().0)?);
-        let input_read = InputRead(clone(&self.line.events().0)?);
+        let interrupt = SerialInterrupt(self.line.interrupt_evt().0.clone());
+        let input_read = self.line.events().0.try_clone().map_err(|error| error.to_string())?;
         let output = std::mem::replace(self.line.writer_mut(), ConsoleOutput::nowhere());
-        self.line = vm_superio::Serial::from_state(&state, interrupt, input_read, output)
-            .map_err(|error| error.to_string())?;
+        self.line =
+            vm_superio::Serial::from_state(&state, interrupt, InputRead(input_read), output)
+                .map_err(|error| error.to_string())?;
         Ok(())
     }
 
@@ -124,8 +127,7 @@ impl Serial {
         /// Transmitter empty and received data, in the identification register.
         const CAUSES: u8 = 0b110;
         if self.line.state().interrupt_identification & CAUSES != 0 {
-            // A full counter has raised it already.
-            let _ = self.line.interrupt_evt().trigger();
+            self.line.interrupt_evt().0.pulse();
         }
     }
 

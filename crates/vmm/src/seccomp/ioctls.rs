@@ -11,6 +11,8 @@ pub(super) const fn kvm(direction: u64, number: u64, bytes: u64) -> u64 {
 
 const READ: u64 = 2;
 const WRITE: u64 = 1;
+/// Interrupts the guest: each device does it.
+const KVM_IRQ_LINE: u64 = kvm(WRITE, 0x61, size_of::<kvm_bindings::kvm_irq_level>() as u64);
 const KVM_RUN: u64 = kvm(0, 0x80, 0);
 const KVM_KVMCLOCK_CTRL: u64 = kvm(0, 0xad, 0);
 const KVM_GET_REGS: u64 = kvm(READ, 0x81, size_of::<kvm_bindings::kvm_regs>() as u64);
@@ -67,6 +69,7 @@ const UFFDIO_WRITEPROTECT: u64 = uffd(READ | WRITE, 0x06, 24);
 pub(super) fn ioctls(kind: ThreadKind) -> &'static [u64] {
     match kind {
         ThreadKind::Vcpu => &[
+            KVM_IRQ_LINE,
             KVM_RUN,
             KVM_KVMCLOCK_CTRL,
             KVM_GET_REGS,
@@ -91,6 +94,7 @@ pub(super) fn ioctls(kind: ThreadKind) -> &'static [u64] {
             tsc::KVM_GET_DEVICE_ATTR,
         ],
         ThreadKind::Main => &[
+            KVM_IRQ_LINE,
             KVM_SET_IRQCHIP,
             KVM_SET_PIT2,
             KVM_GET_CLOCK,
@@ -106,6 +110,7 @@ pub(super) fn ioctls(kind: ThreadKind) -> &'static [u64] {
         ],
         ThreadKind::Migrate => &[
             PAGEMAP_SCAN,
+            KVM_IRQ_LINE,
             KVM_GET_IRQCHIP,
             KVM_SET_IRQCHIP,
             KVM_GET_PIT2,
@@ -118,7 +123,9 @@ pub(super) fn ioctls(kind: ThreadKind) -> &'static [u64] {
             KVM_ENABLE_CAP,
             KVM_CHECK_EXTENSION,
         ],
-        ThreadKind::Api => &[libc::FIONBIO, PAGEMAP_SCAN, KVM_GET_CLOCK, KVM_SET_CLOCK],
+        ThreadKind::Api => {
+            &[libc::FIONBIO, PAGEMAP_SCAN, KVM_IRQ_LINE, KVM_GET_CLOCK, KVM_SET_CLOCK]
+        }
         ThreadKind::Merge => &[
             PAGEMAP_SCAN,
             UFFDIO_REGISTER,
@@ -128,13 +135,10 @@ pub(super) fn ioctls(kind: ThreadKind) -> &'static [u64] {
             UFFDIO_MOVE,
             UFFDIO_WRITEPROTECT,
         ],
-        ThreadKind::Disk => &[BLKDISCARD],
-        ThreadKind::Net => &[crate::devices::virtio::net::TUNSETOFFLOAD],
+        ThreadKind::Disk => &[KVM_IRQ_LINE, BLKDISCARD],
+        ThreadKind::Net => &[KVM_IRQ_LINE, crate::devices::virtio::net::TUNSETOFFLOAD],
+        ThreadKind::Device | ThreadKind::Vsock => &[KVM_IRQ_LINE],
         // Never issued: the list must not be empty, or every request would pass.
-        ThreadKind::Device
-        | ThreadKind::Vsock
-        | ThreadKind::Console
-        | ThreadKind::Companion
-        | ThreadKind::Broker => &[libc::FIONBIO],
+        ThreadKind::Console | ThreadKind::Companion | ThreadKind::Broker => &[libc::FIONBIO],
     }
 }

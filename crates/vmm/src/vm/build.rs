@@ -32,6 +32,7 @@ use crate::config::{ConfigError, MacAddress, NetConfig, RebootAction, VmConfig};
 use crate::cpu::threads::{Buses, ExitCounters, VcpuThreads};
 use crate::cpu::{self, Vcpu};
 use crate::devices::console::ConsoleOutput;
+use crate::devices::interrupt::InterruptLine;
 use crate::devices::platform::{AcpiRegisters, KeyboardReset, PanicNotifier};
 use crate::devices::serial::Serial;
 use crate::devices::virtio::VirtioDevice;
@@ -63,7 +64,7 @@ pub(super) struct Built {
 
 /// Collects devices while they are connected.
 struct Assembly<'a> {
-    vm_fd: &'a VmFd,
+    vm_fd: &'a Arc<VmFd>,
     memory: GuestMemory,
     /// KVM's memory slots that guest memory uses.
     memory_slots: usize,
@@ -384,7 +385,7 @@ fn open_kvm() -> Result<Kvm, VmError> {
     Ok(kvm)
 }
 
-fn create_vm(kvm: &Kvm) -> Result<VmFd, VmError> {
+fn create_vm(kvm: &Kvm) -> Result<Arc<VmFd>, VmError> {
     let vm = kvm.create_vm().map_err(VmError::kvm("create a virtual machine"))?;
     vm.set_identity_map_address(layout::KVM_IDENTITY_MAP)
         .map_err(VmError::kvm("place its identity map"))?;
@@ -393,7 +394,7 @@ fn create_vm(kvm: &Kvm) -> Result<VmFd, VmError> {
     vm.create_irq_chip().map_err(VmError::kvm("create interrupt controllers"))?;
     let timer = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
     vm.create_pit2(timer).map_err(VmError::kvm("create a timer"))?;
-    Ok(vm)
+    Ok(Arc::new(vm))
 }
 
 /// Regions of guest memory: pieces of nodes, or all of it on both sides of the hole.
@@ -473,11 +474,8 @@ fn register_page(vm: &VmFd, slot: usize, address: u64, page: &RegisterPage) -> R
 }
 
 impl Assembly<'_> {
-    /// Creates an eventfd wired to an interrupt line.
-    fn interrupt(&self, gsi: u32) -> Result<EventFd, VmError> {
-        let line = event()?;
-        self.vm_fd.register_irqfd(&line, gsi).map_err(VmError::kvm("wire an interrupt line"))?;
-        Ok(line)
+    fn interrupt(&self, gsi: u32) -> Result<InterruptLine, VmError> {
+        InterruptLine::new(self.vm_fd, gsi).map_err(VmError::kvm("set an interrupt line"))
     }
 
     fn add_serial(
@@ -552,11 +550,8 @@ impl Assembly<'_> {
         let gsi = layout::VIRTIO_FIRST_GSI + slot as u32;
         let page = layout::VIRTIO_MMIO_START + slot as u64 * layout::VIRTIO_MMIO_STRIDE;
         let address = page + layout::VIRTIO_MMIO_OFFSET;
-        let wires = Wires::new(device.queue_sizes().len())
+        let wires = Wires::new(device.queue_sizes().len(), self.interrupt(gsi)?)
             .map_err(VmError::host("create device events"))?;
-        self.vm_fd
-            .register_irqfd(&wires.interrupt, gsi)
-            .map_err(VmError::kvm("wire an interrupt line"))?;
         for (suffix, throttle) in device.throttles() {
             let wake = wires.wake.clone();
             self.throttled.push(Throttled {

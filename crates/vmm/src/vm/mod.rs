@@ -215,7 +215,7 @@ pub struct Vm {
     // memory is dropped late; only merging, which holds references to it, is dropped later.
     vcpus: VcpuThreads,
     workers: Vec<Worker>,
-    kvm: VmFd,
+    kvm: Arc<VmFd>,
     config: VmConfig,
     interrupt_controllers: InterruptControllers,
     platform: Platform,

@@ -88,9 +88,8 @@ impl Vm {
         }
         lock(&self.serial).interrupt_again();
         self.generation.arrive(saved.generation_id);
-        lock(&self.acpi)
-            .restore(saved.acpi_events)
-            .map_err(VmError::host("interrupt the guest for its power button"))
+        lock(&self.acpi).restore(saved.acpi_events);
+        Ok(())
     }
 
     /// Gives a restored machine another generation id than its siblings, and notifies its guest.
@@ -99,9 +98,8 @@ impl Vm {
             return Ok(());
         }
         self.generation.write(self.ram.memory())?;
-        lock(&self.acpi)
-            .notify(crate::acpi::EVENT_GENERATION)
-            .map_err(VmError::host("interrupt the guest for its new generation id"))
+        lock(&self.acpi).notify(crate::acpi::EVENT_GENERATION);
+        Ok(())
     }
 }
 

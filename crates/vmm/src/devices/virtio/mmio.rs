@@ -29,6 +29,7 @@ pub use window::MmioWindow;
 use super::state::{DeviceDescription, SavedQueue, TransportState};
 use super::{HostEvents, VirtioDevice, Work};
 use crate::devices::bus::ExclusiveDevice;
+use crate::devices::interrupt::InterruptLine;
 use crate::devices::throttle::Throttle;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"virt");
@@ -44,10 +45,10 @@ const CONFIG_SPACE: u64 = REGISTER_BYTES as u64;
 /// Most queues of any device here: the balloon has six, the rest is reserve.
 const MAX_QUEUES: usize = 16;
 
-/// Eventfds that connect a device with KVM and its worker thread.
+/// What connects a device with KVM and its worker thread.
 pub struct Wires {
-    /// Raises the device's interrupt line (irqfd).
-    pub interrupt: EventFd,
+    /// The device's interrupt line.
+    pub interrupt: InterruptLine,
     /// One for each queue, signalled by the driver's notification (ioeventfd).
     pub kicks: Vec<Arc<EventFd>>,
     /// Signalled by the transport when all queues must be checked or timers read again.
@@ -55,16 +56,12 @@ pub struct Wires {
 }
 
 impl Wires {
-    /// Creates eventfds for a device with `queues` queues.
-    pub fn new(queues: usize) -> io::Result<Self> {
+    /// Creates eventfds for a device with `queues` queues and this interrupt line.
+    pub fn new(queues: usize, interrupt: InterruptLine) -> io::Result<Self> {
         let kicks = (0..queues.min(MAX_QUEUES))
             .map(|_| EventFd::new(EFD_NONBLOCK).map(Arc::new))
             .collect::<Result<_, _>>()?;
-        Ok(Self {
-            interrupt: EventFd::new(EFD_NONBLOCK)?,
-            kicks,
-            wake: Arc::new(EventFd::new(EFD_NONBLOCK)?),
-        })
+        Ok(Self { interrupt, kicks, wake: Arc::new(EventFd::new(EFD_NONBLOCK)?) })
     }
 }
 
@@ -231,8 +228,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
 
     fn interrupt(&mut self, cause: u32) {
         self.registers.interrupt_status().fetch_or(cause, Ordering::AcqRel);
-        // A full counter means that an interrupt is pending already.
-        let _ = self.wires.interrupt.write(1);
+        self.wires.interrupt.pulse();
     }
 
     fn offered_features(&self) -> u64 {
@@ -527,7 +523,7 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
 
     fn interrupt_again(&self) {
         if self.registers.interrupt_status().load(Ordering::Acquire) != 0 {
-            let _ = self.wires.interrupt.write(1);
+            self.wires.interrupt.pulse();
         }
     }
 }

@@ -12,6 +12,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::*;
 use crate::devices::bus::ExclusiveDevice as _;
+use crate::devices::interrupt::InterruptLine;
 use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport, Wires};
 
 const ALL: Features = Features::ALL_WITH_EXTENSION.without(Feature::PagePoison);
@@ -37,7 +38,8 @@ struct Machine {
 
 fn transport(config: &BalloonDeviceConfig, ram: &Arc<GuestRam>) -> MmioTransport<BalloonDevice> {
     let device = BalloonDevice::new(config, ram.clone()).unwrap();
-    let wires = Wires::new(device.queue_sizes().len()).unwrap();
+    let (line, _) = InterruptLine::counted();
+    let wires = Wires::new(device.queue_sizes().len(), line).unwrap();
     MmioTransport::new(device, ram.memory().clone(), wires)
 }
 

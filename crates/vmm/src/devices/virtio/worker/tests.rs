@@ -11,6 +11,7 @@ use vm_memory::GuestAddress;
 use super::*;
 use crate::config::{RateLimits, Switch};
 use crate::devices::bus::ExclusiveDevice;
+use crate::devices::interrupt::InterruptLine;
 use crate::devices::throttle::{Admission, Throttle};
 use crate::devices::virtio::Work;
 use crate::devices::virtio::mmio::Wires;
@@ -107,7 +108,8 @@ fn tested(limits: RateLimits, gate: Arc<Mutex<()>>) -> Tested {
         host: Some(Arc::new(peer.into())),
         arrived: arrived.clone(),
     };
-    let mut transport = MmioTransport::new(device, memory, Wires::new(1).unwrap());
+    let wires = Wires::new(1, InterruptLine::counted().0).unwrap();
+    let mut transport = MmioTransport::new(device, memory, wires);
     for (register, value) in [(0x24, 1_u32), (0x20, 1), (0x70, 0xb), (0x70, 0xf)] {
         transport.write(register, &value.to_le_bytes());
     }
