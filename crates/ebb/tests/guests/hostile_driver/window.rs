@@ -125,6 +125,8 @@ impl Window {
     pub fn access_across(&self, offset: usize) {
         let address = self.at::<u64>(offset);
         // SAFETY: the address is inside the window, which stays mapped; alignment is not needed.
-        unsafe { address.write_unaligned(!address.read_unaligned()) }
+        let before = unsafe { address.read_unaligned() };
+        // SAFETY: as above.
+        unsafe { address.write_unaligned(!before) }
     }
 }
