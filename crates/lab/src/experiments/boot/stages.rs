@@ -152,8 +152,8 @@ mod tests {
         let text = "ebb_start_microseconds{kind=\"build\"} 2500\n";
         let times = Times::new(1.1, 1.2, LOG, Some(&Counters::of_monitor(text))).unwrap();
         let seconds = |stage| times.seconds(stage).unwrap();
-        assert!((seconds(Stage::BeforeKernel) - (0.5 - 0.069527655)).abs() < 1e-9);
-        assert!((seconds(Stage::Missed) - 0.069527655).abs() < 1e-9);
+        assert!((seconds(Stage::BeforeKernel) - (0.5 - 0.069_527_655)).abs() < 1e-9);
+        assert!((seconds(Stage::Missed) - 0.069_527_655).abs() < 1e-9);
         assert!((seconds(Stage::ALL[2]) - 0.0025).abs() < 1e-9);
         assert_eq!(times.seconds(Stage::ALL[3]), None);
         let of_whole = |stage: &Stage| !matches!(stage, Stage::Monitor(..));
