@@ -26,6 +26,13 @@ static bool is_kept_whole(unsigned int order)
 	return order && order >= pageblock_order;
 }
 
+/* Tools that want to see each allocation. */
+static bool allocator_is_observed(void)
+{
+	return IS_ENABLED(CONFIG_KASAN) || IS_ENABLED(CONFIG_KMSAN) ||
+	       IS_ENABLED(CONFIG_PAGE_OWNER) || IS_ENABLED(CONFIG_MEM_ALLOC_PROFILING);
+}
+
 /*
  * Blocks are taken directly off the allocator's lists, as compaction does:
  * alloc_pages() would clear them first (init_on_alloc is on in many kernels).
@@ -38,8 +45,7 @@ void ebb_blocks_start(struct ebb_balloon *eb)
 {
 	bool content_matters = want_init_on_free() || page_poisoning_enabled_static();
 
-	eb->direct = !IS_ENABLED(CONFIG_KASAN) && !IS_ENABLED(CONFIG_PAGE_OWNER) &&
-		     !debug_pagealloc_enabled() &&
+	eb->direct = !allocator_is_observed() && !debug_pagealloc_enabled() &&
 		     (!content_matters || ebb_offers(eb, VIRTIO_BALLOON_F_PAGE_POISON)) &&
 		     !ebb_symbols_find();
 }
@@ -64,13 +70,17 @@ static struct page *take_from_zone(struct zone *zone, unsigned int order)
 {
 	unsigned long reserve = low_wmark_pages(zone) + zone->lowmem_reserve[ZONE_NORMAL];
 	struct page *page = NULL;
-	unsigned long flags;
+	unsigned long flags, free;
 
 	if (!populated_zone(zone) || !READ_ONCE(zone->free_area[order].nr_free))
 		return NULL;
 	spin_lock_irqsave(&zone->lock, flags);
 	/* The same limit as for an allocation without reclaim. */
-	if (zone_page_state(zone, NR_FREE_PAGES) > reserve + (1UL << order))
+	free = zone_page_state(zone, NR_FREE_PAGES);
+	/* Free pages of CMA serve only movable allocations, and none is taken here. */
+	if (IS_ENABLED(CONFIG_CMA))
+		free -= min(free, zone_page_state(zone, NR_FREE_CMA_PAGES));
+	if (free > reserve + (1UL << order))
 		page = first_free(zone, order);
 	if (page && !ebb_symbols.isolate_free_page(page, order))
 		page = NULL;
@@ -215,6 +225,27 @@ void ebb_blocks_free(struct ebb_balloon *eb, struct list_head *pages)
 	}
 }
 
+/*
+ * Dumps and readers of /proc/kcore leave out pages that are marked, each by itself, and walkers of
+ * free memory recognize a block by its first page. A page that is read would have to be provided by
+ * the host again.
+ */
+static void mark_block(struct page *page)
+{
+	unsigned long i;
+
+	for (i = 0; i < 1UL << page_private(page); i++)
+		__SetPageOffline(page + i);
+}
+
+static void unmark_block(struct page *page)
+{
+	unsigned long i;
+
+	for (i = 0; i < 1UL << page_private(page); i++)
+		__ClearPageOffline(page + i);
+}
+
 static void split_block(struct page *page, struct list_head *pages)
 {
 	unsigned int order = page_private(page);
@@ -227,12 +258,36 @@ static void split_block(struct page *page, struct list_head *pages)
 		list_add_tail(&page[i].lru, pages);
 }
 
+/*
+ * Pages that were dequeued cannot be enqueued again: balloon_page_list_enqueue() needs their locks,
+ * and compaction, which has found them before, may hold one for a moment. They wait here for the
+ * next message instead.
+ */
+static void add_spare(struct ebb_balloon *eb, struct list_head *pages)
+{
+	unsigned long flags;
+
+	spin_lock_irqsave(&eb->lock, flags);
+	list_splice_tail_init(pages, &eb->spare);
+	spin_unlock_irqrestore(&eb->lock, flags);
+}
+
+static void take_spare(struct ebb_balloon *eb, struct list_head *pages)
+{
+	unsigned long flags;
+
+	spin_lock_irqsave(&eb->lock, flags);
+	list_splice_tail_init(&eb->spare, pages);
+	spin_unlock_irqrestore(&eb->lock, flags);
+}
+
 /**
  * ebb_blocks_keep() - add blocks to the balloon
  * @eb: the device
  * @pages: blocks whose inflation the host has acknowledged
+ * @again: they were taken from the balloon for a message that was not sent
  */
-void ebb_blocks_keep(struct ebb_balloon *eb, struct list_head *pages)
+void ebb_blocks_keep(struct ebb_balloon *eb, struct list_head *pages, bool again)
 {
 	struct page *page, *next;
 	unsigned long flags;
@@ -242,14 +297,16 @@ void ebb_blocks_keep(struct ebb_balloon *eb, struct list_head *pages)
 	list_for_each_entry_safe(page, next, pages, lru) {
 		list_del(&page->lru);
 		if (is_kept_whole(page_private(page))) {
-			/* Walkers of page structures recognize the block by its first page. */
-			__SetPageOffline(page);
+			mark_block(page);
 			list_add(&page->lru, &whole);
 		} else {
 			split_block(page, &single);
 		}
 	}
-	balloon_page_list_enqueue(&eb->info, &single);
+	if (again)
+		add_spare(eb, &single);
+	else
+		balloon_page_list_enqueue(&eb->info, &single);
 	spin_lock_irqsave(&eb->lock, flags);
 	list_splice(&whole, &eb->blocks);
 	spin_unlock_irqrestore(&eb->lock, flags);
@@ -284,16 +341,21 @@ static bool take_pages(struct ebb_balloon *eb, struct ebb_message *message,
 		     4 * EBB_SET_RANGES : EBB_SET_RANGES);
 	if (!room)
 		return false;
-	balloon_page_list_dequeue(&eb->info, &pages, room);
+	take_spare(eb, &pages);
+	if (list_empty(&pages))
+		balloon_page_list_dequeue(&eb->info, &pages, room);
 	list_sort(NULL, &pages, ebb_by_address);
 	list_for_each_entry_safe(page, next, &pages, lru) {
+		/* There may be more spare pages than are wanted. */
+		if (!room--)
+			break;
 		if (!ebb_set_add(&message->set, format, first_unit(page), 1 << EBB_UNIT_SHIFT)) {
 			fits = false;
 			break;
 		}
 		list_move_tail(&page->lru, &message->pages);
 	}
-	balloon_page_list_enqueue(&eb->info, &pages);
+	add_spare(eb, &pages);
 	return fits;
 }
 
@@ -330,7 +392,7 @@ void ebb_blocks_take(struct ebb_balloon *eb, struct ebb_message *message, u64 un
 		spin_unlock_irqrestore(&eb->lock, flags);
 		if (!page)
 			break;
-		__ClearPageOffline(page);
+		unmark_block(page);
 
 		size = 1ULL << page_private(page) << EBB_UNIT_SHIFT;
 		if ((size <= left || message->use == EBB_USE_OOM) &&
@@ -345,7 +407,7 @@ void ebb_blocks_take(struct ebb_balloon *eb, struct ebb_message *message, u64 un
 			balloon_page_list_enqueue(&eb->info, &pages);
 			ebb_count(eb, EBB_SPLIT_BLOCKS, 1);
 		} else {
-			__SetPageOffline(page);
+			mark_block(page);
 			spin_lock_irqsave(&eb->lock, flags);
 			list_add(&page->lru, &eb->blocks);
 			spin_unlock_irqrestore(&eb->lock, flags);
@@ -383,7 +445,8 @@ void ebb_blocks_free_all(struct ebb_balloon *eb)
 	eb->units = 0;
 	spin_unlock_irq(&eb->lock);
 	list_for_each_entry(page, &pages, lru)
-		__ClearPageOffline(page);
+		unmark_block(page);
+	take_spare(eb, &pages);
 	ebb_blocks_free(eb, &pages);
 
 	while (has_single_pages(eb)) {

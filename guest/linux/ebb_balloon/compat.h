@@ -6,6 +6,7 @@
 #define EBB_BALLOON_COMPAT_H
 
 #include <linux/mmzone.h>
+#include <linux/page_reporting.h>
 #include <linux/version.h>
 
 /* Largest order of the page allocator. */
@@ -20,6 +21,13 @@
 /* Shrinkers are allocated by the kernel. */
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 7, 0)
 #define EBB_ALLOCATED_SHRINKER
+#endif
+
+/* Order of a reporting device that leaves it to the kernel; 0 in older kernels. */
+#ifdef PAGE_REPORTING_ORDER_UNSPECIFIED
+#define EBB_REPORTING_ORDER_UNSPECIFIED PAGE_REPORTING_ORDER_UNSPECIFIED
+#else
+#define EBB_REPORTING_ORDER_UNSPECIFIED 0
 #endif
 
 /* Names and callbacks of virtqueues are in one structure. */

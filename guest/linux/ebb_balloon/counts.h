@@ -33,6 +33,7 @@ DECLARE_PER_CPU(struct ebb_hot_counts, ebb_hot);
  * @isolated_blocks: taken out of the allocator, ever
  * @isolated_pages: the same in pages
  * @isolated_now: blocks that are out of the allocator at the moment
+ * @isolated_most: most of those at a time
  * @reported_blocks: named to the host, which answered well
  * @reported_pages: the same in pages
  * @false_isolations: what was written down and is not free any more
@@ -44,6 +45,7 @@ struct ebb_counts {
 	atomic64_t isolated_blocks;
 	atomic64_t isolated_pages;
 	atomic64_t isolated_now;
+	atomic64_t isolated_most;
 	atomic64_t reported_blocks;
 	atomic64_t reported_pages;
 	atomic64_t false_isolations;
@@ -53,6 +55,18 @@ struct ebb_counts {
 };
 
 extern struct ebb_counts ebb_counts;
+
+/* Blocks leave the allocator. In any context. */
+static inline void ebb_count_isolated(unsigned int blocks, unsigned long pages)
+{
+	s64 now = atomic64_add_return(blocks, &ebb_counts.isolated_now);
+	s64 most = atomic64_read(&ebb_counts.isolated_most);
+
+	while (most < now && !atomic64_try_cmpxchg(&ebb_counts.isolated_most, &most, now))
+		;
+	atomic64_add(blocks, &ebb_counts.isolated_blocks);
+	atomic64_add(pages, &ebb_counts.isolated_pages);
+}
 
 /* One call of a hook in this many is timed. */
 #define EBB_SAMPLE_EVERY 1024

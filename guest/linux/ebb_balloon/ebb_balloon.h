@@ -266,8 +266,12 @@ struct ebb_balloon {
 	struct mutex actual_mutex;
 	u32 actual;
 
-	/* Whole blocks, most recent first; single pages are in @info. */
+	/*
+	 * Whole blocks, most recent first; single pages are in @info, and in @spare those that a
+	 * message had no place for.
+	 */
 	struct list_head blocks;
+	struct list_head spare;
 	struct balloon_dev_info info;
 
 	struct list_head idle_bulk;
@@ -335,7 +339,7 @@ struct page *ebb_whole_take(struct ebb_balloon *eb, unsigned int order);
 void ebb_whole_give(struct ebb_balloon *eb, struct page *page, unsigned int order);
 struct page *ebb_block_allocate(struct ebb_balloon *eb, u64 units, unsigned int *order);
 void ebb_block_free(struct ebb_balloon *eb, struct page *page, unsigned int order);
-void ebb_blocks_keep(struct ebb_balloon *eb, struct list_head *pages);
+void ebb_blocks_keep(struct ebb_balloon *eb, struct list_head *pages, bool again);
 void ebb_blocks_take(struct ebb_balloon *eb, struct ebb_message *message, u64 units);
 int ebb_by_address(void *unused, const struct list_head *left, const struct list_head *right);
 void ebb_blocks_free(struct ebb_balloon *eb, struct list_head *pages);

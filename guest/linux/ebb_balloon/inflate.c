@@ -42,7 +42,7 @@ static bool finish(struct ebb_balloon *eb, struct ebb_message *message)
 		if (!ebb_move_end(eb, message))
 			return false;
 	} else if (message->command == VIRTIO_BALLOON_CMD_INFLATE) {
-		ebb_blocks_keep(eb, &message->pages);
+		ebb_blocks_keep(eb, &message->pages, false);
 		spin_lock_irq(&eb->lock);
 		eb->inflating -= units;
 		eb->units += units;
@@ -160,7 +160,7 @@ static enum step inflate(struct ebb_balloon *eb, u64 units)
 /* The message was not sent: its blocks stay in the balloon. */
 static void keep_again(struct ebb_balloon *eb, struct ebb_message *message)
 {
-	ebb_blocks_keep(eb, &message->pages);
+	ebb_blocks_keep(eb, &message->pages, true);
 	spin_lock_irq(&eb->lock);
 	eb->units += message->set.units;
 	spin_unlock_irq(&eb->lock);
@@ -310,6 +310,7 @@ void ebb_size_init(struct ebb_balloon *eb)
 	INIT_DELAYED_WORK(&eb->size_work, size_work);
 	mutex_init(&eb->actual_mutex);
 	INIT_LIST_HEAD(&eb->blocks);
+	INIT_LIST_HEAD(&eb->spare);
 	INIT_LIST_HEAD(&eb->pending);
 }
 

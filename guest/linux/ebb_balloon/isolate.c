@@ -75,9 +75,7 @@ enum ebb_hold ebb_batch_hold(struct ebb_batch *batch, const struct ebb_block *bl
 
 	ebb_record(EBB_EVENT_ISOLATE, batch->zone, block->pfn, block->order);
 	batch->held[batch->held_count++] = *block;
-	atomic64_inc(&ebb_counts.isolated_now);
-	atomic64_inc(&ebb_counts.isolated_blocks);
-	atomic64_add(1UL << block->order, &ebb_counts.isolated_pages);
+	ebb_count_isolated(1, 1UL << block->order);
 	return EBB_HELD;
 }
 

@@ -183,21 +183,32 @@ static void tell_poison(struct ebb_balloon *eb)
 	virtio_cwrite_le(eb->vdev, struct virtio_balloon_config, poison_val, &value);
 }
 
+/* Of a device that was reset. There may be none: after a restore that failed. */
+static void drop_queues(struct ebb_balloon *eb)
+{
+	if (eb->vqs[EBB_VQ_INFLATE])
+		eb->vdev->config->del_vqs(eb->vdev);
+	memset(eb->vqs, 0, sizeof(eb->vqs));
+}
+
 /* Sets up queues and an empty balloon, for a new device or after a reset. */
 static int start_device(struct ebb_balloon *eb)
 {
 	int err = find_queues(eb);
 
-	if (err)
+	if (err) {
+		/* Some may be there, or be errors; the transport has deleted them. */
+		memset(eb->vqs, 0, sizeof(eb->vqs));
 		return err;
+	}
+	err = ebb_size_start(eb);
+	if (err) {
+		drop_queues(eb);
+		return err;
+	}
 	eb->stopping = false;
 	eb->broken = false;
 	eb->stopped = false;
-	err = ebb_size_start(eb);
-	if (err) {
-		eb->vdev->config->del_vqs(eb->vdev);
-		return err;
-	}
 	ebb_blocks_start(eb);
 	ebb_hinting_start(eb);
 	tell_poison(eb);
@@ -348,7 +359,7 @@ stop:
 	stop_device(eb);
 	cancel_work_sync(&eb->failed_work);
 	release_memory(eb);
-	vdev->config->del_vqs(vdev);
+	drop_queues(eb);
 hinting:
 	ebb_hinting_exit(eb);
 free:
@@ -372,12 +383,18 @@ static void remove(struct virtio_device *vdev)
 	ebb_oom_unregister(eb);
 	release_memory(eb);
 	ebb_hinting_exit(eb);
-	vdev->config->del_vqs(vdev);
+	drop_queues(eb);
 	destroy_workqueue(eb->wq);
 	ebb_requests_exit(eb);
 	ebb_messages_exit(eb);
 	WRITE_ONCE(device_encodings, 0);
 	kfree(eb);
+}
+
+/* Another kernel may be next (kexec): the host must not discard its memory for this one. */
+static void shut_down(struct device *device)
+{
+	stop_device(dev_to_virtio(device)->priv);
 }
 
 #ifdef CONFIG_PM_SLEEP
@@ -389,7 +406,7 @@ static int freeze(struct virtio_device *vdev)
 	cancel_work_sync(&eb->failed_work);
 	ebb_trackers_pause(eb);
 	release_memory(eb);
-	vdev->config->del_vqs(vdev);
+	drop_queues(eb);
 	return 0;
 }
 
@@ -408,11 +425,16 @@ static int restore(struct virtio_device *vdev)
 
 static int validate(struct virtio_device *vdev)
 {
-	/* A discarded page reads as zeros, which must match the content that the guest expects. */
-	if (!want_init_on_free() && !page_poisoning_enabled_static())
+	if (!want_init_on_free() && !page_poisoning_enabled_static()) {
 		__virtio_clear_bit(vdev, VIRTIO_BALLOON_F_PAGE_POISON);
-	else if (!virtio_has_feature(vdev, VIRTIO_BALLOON_F_PAGE_POISON))
+	} else if (!virtio_has_feature(vdev, VIRTIO_BALLOON_F_PAGE_POISON)) {
+		/*
+		 * A host that does not know the content of free pages may replace it by zeros only
+		 * while they are allocated, as hinted and inflated pages are.
+		 */
 		__virtio_clear_bit(vdev, VIRTIO_BALLOON_F_REPORTING);
+		__virtio_clear_bit(vdev, VIRTIO_BALLOON_F_HOST_REQUEST_VQ);
+	}
 
 	if (!virtio_has_feature(vdev, VIRTIO_F_VERSION_1)) {
 		__virtio_clear_bit(vdev, VIRTIO_BALLOON_F_PAGE_BITMAP);
@@ -445,6 +467,7 @@ MODULE_DEVICE_TABLE(virtio, ids);
 static struct virtio_driver ebb_driver = {
 	.driver.name = KBUILD_MODNAME,
 	.driver.owner = THIS_MODULE,
+	.driver.shutdown = shut_down,
 	.id_table = ids,
 	.feature_table = features,
 	.feature_table_size = ARRAY_SIZE(features),

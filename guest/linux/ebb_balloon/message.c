@@ -403,7 +403,7 @@ void ebb_messages_take_back(struct ebb_balloon *eb)
 
 	spin_lock_irqsave(&eb->lock, flags);
 	for (i = 0; i < ARRAY_SIZE(vqs); i++) {
-		while ((message = virtqueue_detach_unused_buf(vqs[i]))) {
+		while (vqs[i] && (message = virtqueue_detach_unused_buf(vqs[i]))) {
 			message->state = EBB_DONE;
 			list_add_tail(&message->node, &eb->done);
 		}

@@ -56,6 +56,38 @@ static int report(struct ebb_balloon *eb, const struct ebb_block *blocks, unsign
 	return 0;
 }
 
+/**
+ * ebb_report_begin() - wait for one's turn to isolate and report blocks
+ * @eb: the device
+ *
+ * Whoever has the turn may keep one batch out of the allocator, so that the
+ * number of isolated blocks does not depend on that of CPUs. Sleeps.
+ *
+ * Return: false if the device is broken; then there is no turn to end.
+ */
+bool ebb_report_begin(struct ebb_balloon *eb)
+{
+	/* A mutex would have those complain who wait for a host that never answers. */
+	for (;;) {
+		if (READ_ONCE(eb->broken))
+			return false;
+		if (!test_and_set_bit_lock(0, &eb->report_busy))
+			return true;
+		wait_event_idle(eb->report_wait, READ_ONCE(eb->broken) ||
+				!test_bit(0, &eb->report_busy));
+	}
+}
+
+/**
+ * ebb_report_end() - end the turn
+ * @eb: the device, after ebb_report_begin() returned true
+ */
+void ebb_report_end(struct ebb_balloon *eb)
+{
+	clear_bit_unlock(0, &eb->report_busy);
+	wake_up_all(&eb->report_wait);
+}
+
 static int report_all(struct ebb_balloon *eb, const struct ebb_block *blocks, unsigned int count)
 {
 	struct virtqueue *vq = eb->vqs[EBB_VQ_REPORTING];
@@ -64,15 +96,6 @@ static int report_all(struct ebb_balloon *eb, const struct ebb_block *blocks, un
 
 	if (!vq)
 		return -EIO;
-	/* A mutex would have those complain who wait for a host that never answers. */
-	for (;;) {
-		if (READ_ONCE(eb->broken))
-			return -EIO;
-		if (!test_and_set_bit_lock(0, &eb->report_busy))
-			break;
-		wait_event_idle(eb->report_wait, READ_ONCE(eb->broken) ||
-				!test_bit(0, &eb->report_busy));
-	}
 	room = min_t(unsigned int, virtqueue_get_vring_size(vq), EBB_REPORT_MAX);
 	while (count && !err) {
 		unsigned int part = min(count, room);
@@ -81,11 +104,10 @@ static int report_all(struct ebb_balloon *eb, const struct ebb_block *blocks, un
 		blocks += part;
 		count -= part;
 	}
-	clear_bit_unlock(0, &eb->report_busy);
-	wake_up_all(&eb->report_wait);
 	return err;
 }
 
+/* See tracker.h. */
 int ebb_report_blocks(struct ebb_balloon *eb, const struct ebb_block *blocks, unsigned int count)
 {
 	int err;

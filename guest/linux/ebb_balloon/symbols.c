@@ -12,9 +12,6 @@
 #include <linux/mutex.h>
 #include <linux/string.h>
 #include <linux/tracepoint.h>
-#ifdef CONFIG_X86_KERNEL_IBT
-#include <asm/ibt.h>
-#endif
 
 #include "symbols.h"
 
@@ -28,7 +25,7 @@ static void *ebb_symbol(const char *name)
 		.symbol_name = name,
 		.flags = KPROBE_FLAG_DISABLED,
 	};
-	u8 *address;
+	void *address;
 	int err;
 
 	err = register_kprobe(&probe);
@@ -36,21 +33,34 @@ static void *ebb_symbol(const char *name)
 		pr_warn("kernel function %s cannot be found (error %d)\n", name, err);
 		return NULL;
 	}
-	address = (u8 *)probe.addr;
+	address = probe.addr;
 	unregister_kprobe(&probe);
-
-#ifdef CONFIG_X86_KERNEL_IBT
-	/* A probe at a function's beginning goes behind its ENDBR; a call must not. */
-	if (is_endbr(*(u32 *)(address - ENDBR_INSN_SIZE)))
-		address -= ENDBR_INSN_SIZE;
-#endif
+	/* That may be behind an ENDBR, where a call that is not checked may go as well. */
 	return address;
+}
+
+/*
+ * Where the processor checks the targets of indirect calls, a function whose address the kernel
+ * itself never takes has no valid beginning: it was sealed at boot.
+ */
+static bool ebb_calls_are_checked(void)
+{
+#ifdef CONFIG_X86_KERNEL_IBT
+	if (cpu_feature_enabled(X86_FEATURE_IBT))
+		return true;
+#endif
+	return IS_ENABLED(CONFIG_CFI_CLANG) || IS_ENABLED(CONFIG_CFI);
 }
 
 int ebb_symbols_find(void)
 {
 	struct ebb_symbols found;
 	int err = 0;
+
+	if (ebb_calls_are_checked()) {
+		pr_info("this kernel checks indirect calls: functions that are not exported are not used\n");
+		return -EOPNOTSUPP;
+	}
 
 	mutex_lock(&ebb_symbols_mutex);
 	if (ebb_symbols.isolate_free_page)

@@ -74,6 +74,7 @@ static void ebb_counts_reset(void)
 		memset(per_cpu_ptr(&ebb_hot, cpu), 0, sizeof(struct ebb_hot_counts));
 	atomic64_set(&ebb_counts.isolated_blocks, 0);
 	atomic64_set(&ebb_counts.isolated_pages, 0);
+	atomic64_set(&ebb_counts.isolated_most, 0);
 	atomic64_set(&ebb_counts.reported_blocks, 0);
 	atomic64_set(&ebb_counts.reported_pages, 0);
 	atomic64_set(&ebb_counts.false_isolations, 0);
@@ -288,6 +289,7 @@ void ebb_trackers_show(struct ebb_balloon *eb, struct seq_file *m)
 	ebb_count_show(m, "isolated", &ebb_counts.isolated_blocks);
 	ebb_count_show(m, "isolated_pages", &ebb_counts.isolated_pages);
 	ebb_count_show(m, "isolated_now", &ebb_counts.isolated_now);
+	ebb_count_show(m, "isolated_most", &ebb_counts.isolated_most);
 	ebb_count_show(m, "reported", &ebb_counts.reported_blocks);
 	ebb_count_show(m, "reported_pages", &ebb_counts.reported_pages);
 	ebb_count_show(m, "false_isolations", &ebb_counts.false_isolations);

@@ -39,12 +39,16 @@ struct ebb_block {
  * @blocks: blocks that nobody else can allocate before this function returns
  * @count: 1 to EBB_REPORT_MAX
  *
- * Sleeps. When it returns, the host does not touch the pages any more,
- * whatever it returns. Calls from several threads are serialized.
+ * Only between ebb_report_begin() and ebb_report_end(). Sleeps. When it
+ * returns, the host does not touch the pages any more, whatever it returns.
  *
  * Return: 0, or -EIO if the device is broken or being removed.
  */
 int ebb_report_blocks(struct ebb_balloon *eb, const struct ebb_block *blocks, unsigned int count);
+
+/* Waiting for one's turn to isolate and report, and its end: see report.c. */
+bool ebb_report_begin(struct ebb_balloon *eb);
+void ebb_report_end(struct ebb_balloon *eb);
 
 /* Writes the core's counters, as lines of "name value". May sleep. */
 void ebb_balloon_show(struct ebb_balloon *eb, struct seq_file *m);

@@ -84,6 +84,8 @@ static bool ebb_bitmap_stopping;
 static unsigned long ebb_bitmap_seeded;
 
 static void ebb_bitmap_walk(struct work_struct *work);
+static void ebb_bitmap_grow(struct work_struct *work);
+static DECLARE_WORK(ebb_grow_work, ebb_bitmap_grow);
 static DECLARE_DELAYED_WORK(ebb_threshold_work, ebb_bitmap_walk);
 static DECLARE_DELAYED_WORK(ebb_leftover_work, ebb_bitmap_walk);
 /*
@@ -229,6 +231,8 @@ static int ebb_bitmap_walk_zone(struct ebb_zone_map *map)
 		if (!atomic_read(&map->set) || !ebb_zone_has_room(zone, EBB_BLOCK_ORDER))
 			return 0;
 
+		if (!ebb_report_begin(ebb_bitmap_eb))
+			return -EIO;
 		batch.zone = zone;
 		spin_lock_irq(&zone->lock);
 		bit = ebb_bitmap_fill(map, &batch, bit);
@@ -237,6 +241,7 @@ static int ebb_bitmap_walk_zone(struct ebb_zone_map *map)
 		count = batch.named_count;
 		memcpy(named, batch.named, count * sizeof(*named));
 		err = ebb_batch_report(ebb_bitmap_eb, &batch);
+		ebb_report_end(ebb_bitmap_eb);
 		if (err) {
 			ebb_zone_map_restore(map, named, count);
 			return err;
@@ -278,9 +283,18 @@ static void ebb_bitmap_walk(struct work_struct *work)
 	mutex_unlock(&ebb_zone_maps_mutex);
 }
 
+static void ebb_bitmap_grow(struct work_struct *work)
+{
+	mutex_lock(&ebb_zone_maps_mutex);
+	ebb_zone_maps_grow();
+	ebb_bitmap_queue(ebb_bitmap_most());
+	mutex_unlock(&ebb_zone_maps_mutex);
+}
+
 /* Only the work items queue each other any more, and stop to do so, too. */
 static void ebb_bitmap_cancel(void)
 {
+	cancel_work_sync(&ebb_grow_work);
 	cancel_delayed_work_sync(&ebb_threshold_work);
 	cancel_delayed_work_sync(&ebb_leftover_work);
 	/* The second one may have been about to queue the first. */
@@ -322,7 +336,9 @@ static int ebb_bitmap_start(struct ebb_balloon *eb)
 unregister:
 	tracepoint_probe_unregister(ebb_drain_tracepoint, ebb_bitmap_drained, NULL);
 	tracepoint_synchronize_unregister();
+	mutex_lock(&ebb_memory_mutex);
 	WRITE_ONCE(ebb_bitmap_stopping, true);
+	mutex_unlock(&ebb_memory_mutex);
 	ebb_bitmap_cancel();
 free_maps:
 	ebb_zone_maps_free();
@@ -331,7 +347,10 @@ free_maps:
 
 static void ebb_bitmap_stop(void)
 {
+	/* With the mutex, no notifier is about to queue work. */
+	mutex_lock(&ebb_memory_mutex);
 	WRITE_ONCE(ebb_bitmap_stopping, true);
+	mutex_unlock(&ebb_memory_mutex);
 	tracepoint_probe_unregister(ebb_free_tracepoint, ebb_bitmap_freed, NULL);
 	tracepoint_probe_unregister(ebb_drain_tracepoint, ebb_bitmap_drained, NULL);
 	tracepoint_synchronize_unregister();
@@ -359,10 +378,9 @@ static void ebb_bitmap_show(struct seq_file *m)
 
 static void ebb_bitmap_online(unsigned long pfn, unsigned long pages)
 {
-	ebb_zone_maps_online(pfn, pages);
-	mutex_lock(&ebb_zone_maps_mutex);
-	ebb_bitmap_queue(ebb_bitmap_most());
-	mutex_unlock(&ebb_zone_maps_mutex);
+	/* A walk that waits for its host has the maps, and memory does not wait for that. */
+	if (!READ_ONCE(ebb_bitmap_stopping))
+		queue_work(system_freezable_wq, &ebb_grow_work);
 }
 
 const struct ebb_tracker_ops ebb_tracker_bitmap = {

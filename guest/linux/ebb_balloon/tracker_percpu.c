@@ -88,9 +88,10 @@ static unsigned int percpu_order = EBB_LARGEST_ORDER - 1;
 static unsigned int percpu_flush_ms = 2000;
 static bool percpu_merge = true;
 
-ebb_bounded_param(percpu_entries, percpu_entries, 64, 65536, 0444);
+/* A scan looks at up to eleven page structures for each entry, with interrupts off. */
+ebb_bounded_param(percpu_entries, percpu_entries, 64, 4096, 0444);
 MODULE_PARM_DESC(percpu_entries,
-		 "tracker=percpu: entries of each CPU's array (64 to 65536, default 1000)");
+		 "tracker=percpu: entries of each CPU's array (64 to 4096, default 1000)");
 ebb_bounded_param(percpu_order, percpu_order, 0, EBB_LARGEST_ORDER, 0644);
 MODULE_PARM_DESC(percpu_order, "tracker=percpu: smallest order of blocks to report");
 ebb_bounded_param(percpu_flush_ms, percpu_flush_ms, 0, 3600 * 1000, 0444);
@@ -290,13 +291,18 @@ static void ebb_percpu_run(unsigned int cpu)
 
 	while (go_on && !READ_ONCE(ebb_percpu_stopping)) {
 		unsigned int named;
+		int err;
 
+		if (!ebb_report_begin(ebb_percpu_eb))
+			break;
 		mutex_lock(&ebb_memory_mutex);
 		go_on = array->taken_count && ebb_array_fill_batch(array);
 		mutex_unlock(&ebb_memory_mutex);
 
 		named = array->batch.named_count;
-		if (ebb_batch_report(ebb_percpu_eb, &array->batch)) {
+		err = ebb_batch_report(ebb_percpu_eb, &array->batch);
+		ebb_report_end(ebb_percpu_eb);
+		if (err) {
 			this_cpu_add(ebb_hot.lost, named);
 			break;
 		}
@@ -362,7 +368,7 @@ static void ebb_percpu_offline(unsigned long pfn, unsigned long pages)
 	struct ebb_pfn_range range = { .pfn = pfn, .pages = pages };
 	int cpu;
 
-	cpus_read_lock();
+	/* mem_hotplug_begin() keeps CPUs where they are. */
 	on_each_cpu(ebb_array_forget_local, &range, 1);
 	for_each_possible_cpu(cpu) {
 		struct ebb_array *array = per_cpu_ptr(&ebb_arrays, cpu);
@@ -371,7 +377,6 @@ static void ebb_percpu_offline(unsigned long pfn, unsigned long pages)
 			ebb_array_forget(array, &range);
 		array->taken_count = ebb_pfns_forget(array->taken, array->taken_count, &range);
 	}
-	cpus_read_unlock();
 }
 
 static struct smp_hotplug_thread ebb_percpu_threads = {

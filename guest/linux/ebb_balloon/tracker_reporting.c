@@ -10,12 +10,11 @@
  * captured and lost stay 0.
  *
  * It never reports blocks smaller than the reporting order, nor zones that are
- * short of memory.
+ * short of memory. The order is the kernel's parameter page_reporting_order.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
 #include <linux/mm.h>
-#include <linux/module.h>
 #include <linux/page_reporting.h>
 #include <linux/scatterlist.h>
 #include <linux/workqueue.h>
@@ -23,30 +22,6 @@
 #include "compat.h"
 #include "counts.h"
 #include "tracker.h"
-
-static int reporting_order = -1;
-
-static int ebb_reporting_order_set(const char *value, const struct kernel_param *kp)
-{
-	int order, err;
-
-	err = kstrtoint(value, 0, &order);
-	if (err || (order != -1 && (order < 1 || order > EBB_LARGEST_ORDER))) {
-		pr_err("reporting_order=%s: legal values are -1 (the kernel's default) and 1 to %d\n",
-		       value, EBB_LARGEST_ORDER);
-		return -EINVAL;
-	}
-	reporting_order = order;
-	return 0;
-}
-
-static const struct kernel_param_ops ebb_reporting_order_ops = {
-	.set = ebb_reporting_order_set,
-	.get = param_get_int,
-};
-module_param_cb(reporting_order, &ebb_reporting_order_ops, &reporting_order, 0444);
-MODULE_PARM_DESC(reporting_order,
-		 "smallest order of blocks that tracker=reporting reports (default -1: the kernel's)");
 
 static_assert(PAGE_REPORTING_CAPACITY == EBB_REPORT_MAX);
 
@@ -72,10 +47,12 @@ static int ebb_reporting_report(struct page_reporting_dev_info *info, struct sca
 	}
 
 	atomic64_inc(&ebb_counts.passes);
-	atomic64_add(count, &ebb_counts.isolated_now);
-	atomic64_add(count, &ebb_counts.isolated_blocks);
-	atomic64_add(pages, &ebb_counts.isolated_pages);
-	err = ebb_report_blocks(ebb_reporting_eb, blocks, count);
+	ebb_count_isolated(count, pages);
+	err = -EIO;
+	if (ebb_report_begin(ebb_reporting_eb)) {
+		err = ebb_report_blocks(ebb_reporting_eb, blocks, count);
+		ebb_report_end(ebb_reporting_eb);
+	}
 	atomic64_sub(count, &ebb_counts.isolated_now);
 
 	if (err) {
@@ -105,8 +82,7 @@ static int ebb_reporting_start(struct ebb_balloon *eb)
 		return -EOPNOTSUPP;
 	}
 	ebb_reporting_eb = eb;
-	/* 0 stands for the kernel's default, the order of a page block */
-	ebb_reporting_info.order = reporting_order < 0 ? 0 : reporting_order;
+	ebb_reporting_info.order = EBB_REPORTING_ORDER_UNSPECIFIED;
 	err = page_reporting_register(&ebb_reporting_info);
 	if (err == -EBUSY)
 		pr_warn("free page reporting is in use by another device\n");

@@ -3,8 +3,8 @@
  * Bitmaps of large blocks, one for each zone.
  *
  * Hooks find a zone's map through RCU, as they run with preemption off. Maps
- * are replaced when memory comes online, under ebb_memory_mutex and
- * ebb_zone_maps_mutex, so either of them keeps them.
+ * are replaced after memory came online, under ebb_zone_maps_mutex and
+ * ebb_memory_mutex, so either of them keeps them.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
@@ -14,6 +14,7 @@
 #include <linux/rcupdate.h>
 #include <linux/slab.h>
 #include <linux/spinlock.h>
+#include <linux/tracepoint.h>
 
 #include "isolate.h"
 #include "record.h"
@@ -201,25 +202,21 @@ unsigned long ebb_zone_maps_seed(void)
 	return marked;
 }
 
-void ebb_zone_maps_online(unsigned long pfn, unsigned long pages)
+static void ebb_map_grow(struct zone *zone)
 {
-	struct zone *zone = page_zone(pfn_to_page(pfn));
 	unsigned int index = ebb_zone_number(zone);
-	struct ebb_zone_map *old, *new;
+	struct ebb_zone_map *old = ebb_zone_maps_get(index), *new;
 	unsigned long bit;
 
-	lockdep_assert_held(&ebb_memory_mutex);
-	if (!ebb_maps)
+	if (!ebb_zone_has_room_for(zone, zone_managed_pages(zone), EBB_BLOCK_ORDER))
 		return;
-
-	/* A walk has a map in its hands while it waits for the host, so this waits, too. */
-	mutex_lock(&ebb_zone_maps_mutex);
-	old = ebb_zone_maps_get(index);
+	if (old && zone->zone_start_pfn >> EBB_BLOCK_ORDER >= old->first &&
+	    DIV_ROUND_UP(zone_end_pfn(zone), EBB_BLOCK_PAGES) <= old->first + old->blocks)
+		return;
 	new = ebb_map_alloc(zone);
 	if (!new) {
-		pr_warn("no memory for a larger bitmap: blocks from page frame %#lx on may be missed\n",
-			pfn);
-		goto out;
+		pr_warn("no memory for a larger bitmap: some blocks may be missed\n");
+		return;
 	}
 
 	spin_lock_irq(&zone->lock);
@@ -237,11 +234,24 @@ void ebb_zone_maps_online(unsigned long pfn, unsigned long pages)
 	}
 	rcu_assign_pointer(ebb_maps[index], new);
 	spin_unlock_irq(&zone->lock);
-	synchronize_rcu();
+	/* The hooks are in sections of tracepoints, which need not be RCU's. */
+	tracepoint_synchronize_unregister();
 	kvfree(old);
-	ebb_seed(pfn, pfn + pages);
-out:
-	mutex_unlock(&ebb_zone_maps_mutex);
+}
+
+void ebb_zone_maps_grow(void)
+{
+	int nid, i;
+
+	lockdep_assert_held(&ebb_zone_maps_mutex);
+
+	mutex_lock(&ebb_memory_mutex);
+	for_each_online_node(nid) {
+		for (i = 0; ebb_maps && i < MAX_NR_ZONES; i++)
+			ebb_map_grow(&NODE_DATA(nid)->node_zones[i]);
+	}
+	ebb_zone_maps_seed();
+	mutex_unlock(&ebb_memory_mutex);
 }
 
 void ebb_zone_maps_offline(unsigned long pfn, unsigned long pages)

@@ -55,7 +55,7 @@ static inline unsigned int ebb_zone_number(struct zone *zone)
 	return zone_to_nid(zone) * MAX_NR_ZONES + zone_idx(zone);
 }
 
-/* Maps are not replaced while this is held. Taken after ebb_memory_mutex. */
+/* Maps are not replaced while this is held. Taken before ebb_memory_mutex. */
 extern struct mutex ebb_zone_maps_mutex;
 
 /* One bitmap for each zone of some size. Return: 0 or -ENOMEM. */
@@ -94,12 +94,16 @@ void ebb_zone_map_restore(struct ebb_zone_map *map, const struct ebb_block *bloc
 			  unsigned int count);
 
 /*
- * Memory hotplug, under ebb_memory_mutex. Zones that have outgrown their maps
- * get larger ones; what was added is looked through for free blocks. Bits of
- * memory that is offline are cleared: its struct pages may go, and none of its
- * pages can be freed, which would set them again.
+ * After memory came online: zones that have outgrown their maps get larger ones,
+ * and all are looked through for free blocks. Under ebb_zone_maps_mutex.
  */
-void ebb_zone_maps_online(unsigned long pfn, unsigned long pages);
+void ebb_zone_maps_grow(void);
+
+/*
+ * Memory has gone offline, under ebb_memory_mutex. Its bits are cleared: its
+ * struct pages may go, and none of its pages can be freed, which would set them
+ * again.
+ */
 void ebb_zone_maps_offline(unsigned long pfn, unsigned long pages);
 
 #endif

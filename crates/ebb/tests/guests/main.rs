@@ -39,6 +39,7 @@ mod migration;
 mod migration_refused;
 mod migration_unknown;
 mod module;
+mod module_kernel;
 mod module_recordings;
 mod module_support;
 mod module_trackers;
@@ -65,7 +66,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 36] = [
+const TESTS: [&[Test]; 37] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -82,6 +83,7 @@ const TESTS: [&[Test]; 36] = [
     firecracker::TESTS,
     driver::TESTS,
     module::TESTS,
+    module_kernel::TESTS,
     module_recordings::TESTS,
     module_trackers::TESTS,
     api::TESTS,

@@ -237,7 +237,7 @@ fn saved_and_rebooted(scene: &Scene) {
 const WRONG_PARAMETERS: [(&str, &str); 6] = [
     ("tracker=sonar", "none, percpu, bitmap and reporting"),
     ("encoding=morse", "pfns"),
-    ("percpu_entries=63", "64 to 65536"),
+    ("percpu_entries=63", "64 to 4096"),
     ("bitmap_threshold=0", "1 to 4096"),
     ("bitmap_threshold=4097", "1 to 4096"),
     ("max_order=99", "0 to"),

@@ -1,0 +1,146 @@
+//! Ebb's own driver and what the kernel does around it: hotplug of memory and processors, many
+//! processors, compaction during a deflation, content of free pages that the device cannot know.
+
+use ebb_agent::protocol::Command;
+use ebb_vmm::api::BalloonFeature;
+
+use crate::guest::MIB;
+use crate::harness::{Scene, Test, counts};
+use crate::module_support::{Module, TRACKERS};
+use crate::setup::Setup;
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("module::hotplug_under_each_tracker", 400, hotplug_under_each_tracker),
+    Test::new("module::isolation_does_not_grow_with_cpus", 300, isolation_does_not_grow_with_cpus),
+    Test::new("module::compaction_during_deflation", 300, compaction_during_deflation),
+    Test::new("module::unknown_content_of_free_pages", 120, unknown_content_of_free_pages),
+];
+
+/// Most blocks that are out of the allocator at a time, whatever the number of processors: one
+/// report.
+const MOST_ISOLATED: u64 = 32;
+
+/// Writes a file of the guest's sysfs; whether the kernel accepted it.
+fn try_write(module: &Module, path: &str, text: &str) -> bool {
+    let command = Command::WriteFile { path: path.to_owned(), text: text.to_owned() };
+    let id = module.guest.send(command);
+    module.guest.outcome(id).is_ok()
+}
+
+/// Memory and a processor go and come while a program allocates and frees and blocks are reported.
+fn hotplug_under_each_tracker(scene: &Scene) {
+    let setup = Setup::new(scene)
+        .args(["--cpus", "2"])
+        .memory("size=1G")
+        .words("movablecore=512M")
+        .balloon("reporting=on,deflate_on_oom=on,verify_reports=on");
+    let module =
+        Module::start(setup, &["tracker=none", "bitmap_threshold=1", "bitmap_delay_ms=50"]);
+    let guest = &module.guest;
+    guest.run(Command::Hold { bytes: 64 * MIB, pattern: 3 });
+    let total = guest.meminfo("MemTotal");
+
+    for (seed, tracker) in TRACKERS.into_iter().enumerate() {
+        module.set("tracker", tracker);
+        let work = guest.send(Command::Churn {
+            bytes: 192 * MIB,
+            tasks: 2,
+            seed: seed as u64,
+            operations: Some(counts(300, 3000)),
+            seconds: None,
+        });
+        let mut gone = 0;
+        let mut rounds = 0;
+        while guest.poll(work).is_none() || (gone == 0 && rounds < 20) {
+            // The last blocks of memory, which are movable.
+            for block in [6, 7] {
+                let state = format!("/sys/devices/system/memory/memory{block}/state");
+                if try_write(&module, &state, "offline") {
+                    gone += 1;
+                    guest.write_file("/sys/devices/system/cpu/cpu1/online", "0");
+                    guest.write_file(&state, "online_movable");
+                    guest.write_file("/sys/devices/system/cpu/cpu1/online", "1");
+                }
+            }
+            rounds += 1;
+        }
+        module.churned(work);
+        assert!(gone > 0, "{tracker}: no memory could be taken offline in {rounds} rounds");
+    }
+    assert_eq!(guest.meminfo("MemTotal"), total);
+    module.set("tracker", "none");
+    assert_eq!(module.counter("isolated_now"), 0);
+    module.check_well();
+}
+
+/// A processor waits for its turn before it takes blocks out of the allocator, not after.
+fn isolation_does_not_grow_with_cpus(scene: &Scene) {
+    let setup = Setup::new(scene)
+        .args(["--cpus", "16"])
+        .memory("size=1G")
+        .balloon("reporting=on,deflate_on_oom=on");
+    let parameters =
+        ["tracker=percpu", "percpu_entries=64", "percpu_order=0", "percpu_flush_ms=10"];
+    let module = Module::start(setup, &parameters);
+    let work = module.guest.send(Command::Churn {
+        bytes: 512 * MIB,
+        tasks: 16,
+        seed: 1,
+        operations: Some(counts(1500, 30_000)),
+        seconds: None,
+    });
+    module.churned(work);
+    let most = module.counter("isolated_most");
+    assert!((1..=MOST_ISOLATED).contains(&most), "{most} blocks were isolated at a time");
+    module.check_well();
+}
+
+/// A balloon of single pages is deflated with bitmaps, whose window not all pages fit into, while
+/// compaction takes and returns pages.
+fn compaction_during_deflation(scene: &Scene) {
+    let setup = Setup::new(scene)
+        .args(["--cpus", "2"])
+        .memory("size=512M")
+        .balloon("reporting=off,deflate_on_oom=off");
+    let module = Module::start(setup, &["encoding=bitmap", "max_order=0"]);
+    let guest = &module.guest;
+    let total = guest.meminfo("MemTotal");
+    let work = guest.send(Command::Churn {
+        bytes: 96 * MIB,
+        tasks: 2,
+        seed: 4,
+        operations: Some(counts(300, 6000)),
+        seconds: None,
+    });
+    let mut turn = 0;
+    while guest.poll(work).is_none() {
+        guest.set_target([200 * MIB, 40 * MIB, 160 * MIB, 8 * MIB][turn % 4]);
+        guest.run(Command::Compact);
+        turn += 1;
+    }
+    module.churned(work);
+    assert!(module.counter("moved_pages") > 0, "compaction has moved no page of the balloon");
+    guest.inflate_to(100 * MIB);
+    assert_eq!(guest.meminfo("MemTotal"), total - 100 * MIB);
+    guest.inflate_to(0);
+    assert_eq!(guest.meminfo("MemTotal"), total);
+    module.check_well();
+}
+
+/// A kernel that clears pages when they are freed, on a device that is not told so: nothing may let
+/// the host lose the content of free pages.
+fn unknown_content_of_free_pages(scene: &Scene) {
+    let setup = Setup::new(scene).words("init_on_free=1").balloon("reporting=on,poison=off");
+    let module = Module::start(setup, &[]);
+    let guest = &module.guest;
+    let features = guest.balloon().negotiated_features;
+    for feature in [BalloonFeature::PageReporting, BalloonFeature::HostRequest] {
+        assert!(!features.contains(&feature), "{features:?}");
+    }
+    assert_eq!(module.counter("direct"), 0);
+    guest.run(Command::Hold { bytes: 32 * MIB, pattern: 6 });
+    guest.inflate_to(128 * MIB);
+    guest.inflate_to(0);
+    module.check_well();
+}
