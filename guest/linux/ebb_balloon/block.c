@@ -155,7 +155,7 @@ void ebb_whole_give(struct ebb_balloon *eb, struct page *page, unsigned int orde
 
 static struct page *allocate(struct ebb_balloon *eb, unsigned int order)
 {
-	gfp_t flags = balloon_mapping_gfp_mask() | BLOCK_FLAGS;
+	gfp_t flags = EBB_PAGE_FLAGS | BLOCK_FLAGS;
 
 	if (is_kept_whole(order))
 		return ebb_whole_take(eb, order);
@@ -258,6 +258,19 @@ static void split_block(struct page *page, struct list_head *pages)
 		list_add_tail(&page[i].lru, pages);
 }
 
+static void enqueue(struct ebb_balloon *eb, struct list_head *pages)
+{
+	atomic_long_add(balloon_page_list_enqueue(&eb->info, pages), &eb->listed);
+}
+
+static size_t dequeue(struct ebb_balloon *eb, struct list_head *pages, size_t count)
+{
+	size_t taken = balloon_page_list_dequeue(&eb->info, pages, count);
+
+	atomic_long_sub(taken, &eb->listed);
+	return taken;
+}
+
 /*
  * Pages that were dequeued cannot be enqueued again: balloon_page_list_enqueue() needs their locks,
  * and compaction, which has found them before, may hold one for a moment. They wait here for the
@@ -306,7 +319,7 @@ void ebb_blocks_keep(struct ebb_balloon *eb, struct list_head *pages, bool again
 	if (again)
 		add_spare(eb, &single);
 	else
-		balloon_page_list_enqueue(&eb->info, &single);
+		enqueue(eb, &single);
 	spin_lock_irqsave(&eb->lock, flags);
 	list_splice(&whole, &eb->blocks);
 	spin_unlock_irqrestore(&eb->lock, flags);
@@ -343,7 +356,7 @@ static bool take_pages(struct ebb_balloon *eb, struct ebb_message *message,
 		return false;
 	take_spare(eb, &pages);
 	if (list_empty(&pages))
-		balloon_page_list_dequeue(&eb->info, &pages, room);
+		dequeue(eb, &pages, room);
 	list_sort(NULL, &pages, ebb_by_address);
 	list_for_each_entry_safe(page, next, &pages, lru) {
 		/* There may be more spare pages than are wanted. */
@@ -404,7 +417,7 @@ void ebb_blocks_take(struct ebb_balloon *eb, struct ebb_message *message, u64 un
 			LIST_HEAD(pages);
 
 			split_block(page, &pages);
-			balloon_page_list_enqueue(&eb->info, &pages);
+			enqueue(eb, &pages);
 			ebb_count(eb, EBB_SPLIT_BLOCKS, 1);
 		} else {
 			mark_block(page);
@@ -418,17 +431,6 @@ void ebb_blocks_take(struct ebb_balloon *eb, struct ebb_message *message, u64 un
 	spin_lock_irq(&eb->lock);
 	eb->units -= set->units;
 	spin_unlock_irq(&eb->lock);
-}
-
-/* Also counts pages that compaction has isolated at the moment; it will return them. */
-static bool has_single_pages(struct ebb_balloon *eb)
-{
-	bool any;
-
-	spin_lock_irq(&eb->info.pages_lock);
-	any = !list_empty(&eb->info.pages) || eb->info.isolated_pages;
-	spin_unlock_irq(&eb->info.pages_lock);
-	return any;
 }
 
 /**
@@ -449,8 +451,9 @@ void ebb_blocks_free_all(struct ebb_balloon *eb)
 	take_spare(eb, &pages);
 	ebb_blocks_free(eb, &pages);
 
-	while (has_single_pages(eb)) {
-		if (!balloon_page_list_dequeue(&eb->info, &pages, EBB_SET_RANGES))
+	/* Compaction returns those that it has isolated. */
+	while (atomic_long_read(&eb->listed)) {
+		if (!dequeue(eb, &pages, EBB_SET_RANGES))
 			usleep_range(1000, 2000);
 		ebb_blocks_free(eb, &pages);
 		cond_resched();

@@ -1,13 +1,27 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Differences between the kernels that the module is built for (6.1, 6.12).
+ * Differences between the kernels that the module is built for (6.1, 6.12, 7.3).
  */
 #ifndef EBB_BALLOON_COMPAT_H
 #define EBB_BALLOON_COMPAT_H
 
+#if __has_include(<linux/balloon.h>)
+#include <linux/balloon.h>
+/* The kernel inserts and removes pages that compaction moves, and has a lock of its own for that. */
+#define EBB_KERNEL_MOVES
+#else
+#include <linux/balloon_compaction.h>
+#endif
 #include <linux/mmzone.h>
 #include <linux/page_reporting.h>
 #include <linux/version.h>
+
+#if defined(CONFIG_BALLOON_COMPACTION) || defined(CONFIG_BALLOON_MIGRATION)
+#define EBB_PAGES_MOVE
+#define EBB_PAGE_FLAGS GFP_HIGHUSER_MOVABLE
+#else
+#define EBB_PAGE_FLAGS GFP_HIGHUSER
+#endif
 
 /* Largest order of the page allocator. */
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 8, 0)
@@ -28,6 +42,14 @@
 #define EBB_REPORTING_ORDER_UNSPECIFIED PAGE_REPORTING_ORDER_UNSPECIFIED
 #else
 #define EBB_REPORTING_ORDER_UNSPECIFIED 0
+#endif
+
+/* A page block's migrate type is a part of its flags. */
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 17, 0)
+#define EBB_PAGEBLOCK_FLAGS
+#define EBB_MIGRATETYPE_FUNCTION "get_pfnblock_flags_mask"
+#else
+#define EBB_MIGRATETYPE_FUNCTION "get_pfnblock_migratetype"
 #endif
 
 /* Names and callbacks of virtqueues are in one structure. */

@@ -9,7 +9,6 @@
 #define EBB_BALLOON_H
 
 #include <linux/atomic.h>
-#include <linux/balloon_compaction.h>
 #include <linux/ktime.h>
 #include <linux/list.h>
 #include <linux/memory.h>
@@ -273,6 +272,8 @@ struct ebb_balloon {
 	struct list_head blocks;
 	struct list_head spare;
 	struct balloon_dev_info info;
+	/* Pages in @info, also those that compaction has isolated at the moment. */
+	atomic_long_t listed;
 
 	struct list_head idle_bulk;
 	struct list_head idle_move;

@@ -13,7 +13,7 @@
 
 #include "ebb_balloon.h"
 
-#ifdef CONFIG_BALLOON_COMPACTION
+#ifdef EBB_PAGES_MOVE
 /* How long a page waits for a free message, in ms. */
 #define MESSAGE_WAIT_MS	20
 
@@ -27,6 +27,51 @@ static bool get_messages(struct ebb_balloon *eb, struct ebb_message **in, struct
 		ebb_message_put(eb, *in);
 	return false;
 }
+
+/*
+ * The old page leaves the kernel's list, and its reference is the message's. The new one is on no
+ * list before the host has acknowledged it.
+ */
+#ifdef EBB_KERNEL_MOVES
+#define EBB_MOVED	(-ENOENT)
+
+static void leave_list(struct balloon_dev_info *info, struct page *page)
+{
+	/* The caller removes it as a page that was deflated, and drops its own reference. */
+	get_page(page);
+	dec_node_page_state(page, NR_BALLOON_PAGES);
+}
+
+static bool enter_list(struct balloon_dev_info *info, struct page *page)
+{
+	balloon_page_enqueue(info, page);
+	return true;
+}
+#else
+#define EBB_MOVED	0
+
+static void leave_list(struct balloon_dev_info *info, struct page *page)
+{
+	unsigned long flags;
+
+	spin_lock_irqsave(&info->pages_lock, flags);
+	info->isolated_pages--;
+	__count_vm_event(BALLOON_MIGRATE);
+	balloon_page_finalize(page);
+	spin_unlock_irqrestore(&info->pages_lock, flags);
+}
+
+static bool enter_list(struct balloon_dev_info *info, struct page *page)
+{
+	if (!trylock_page(page))
+		return false;
+	spin_lock_irq(&info->pages_lock);
+	balloon_page_insert(info, page);
+	spin_unlock_irq(&info->pages_lock);
+	unlock_page(page);
+	return true;
+}
+#endif
 
 static int move_page(struct balloon_dev_info *info, struct page *newpage, struct page *page,
 		     enum migrate_mode mode)
@@ -64,11 +109,8 @@ static int move_page(struct balloon_dev_info *info, struct page *newpage, struct
 		adjust_managed_page_count(newpage, -1);
 		adjust_managed_page_count(page, 1);
 	}
-	spin_lock_irqsave(&info->pages_lock, flags);
-	info->isolated_pages--;
-	__count_vm_event(BALLOON_MIGRATE);
-	balloon_page_finalize(page);
-	spin_unlock_irqrestore(&info->pages_lock, flags);
+	leave_list(info, page);
+	atomic_long_dec(&eb->listed);
 
 	out->move.page = page;
 	if (ebb_message_send(eb, out, VIRTIO_BALLOON_CMD_DEFLATE)) {
@@ -80,7 +122,7 @@ static int move_page(struct balloon_dev_info *info, struct page *newpage, struct
 		spin_unlock_irqrestore(&eb->lock, flags);
 	}
 	ebb_count(eb, EBB_MOVED_PAGES, 1);
-	return MIGRATEPAGE_SUCCESS;
+	return EBB_MOVED;
 
 give_up:
 	ebb_message_put(eb, in);
@@ -103,12 +145,9 @@ bool ebb_move_end(struct ebb_balloon *eb, struct ebb_message *message)
 		put_page(page);
 		return true;
 	}
-	if (!trylock_page(page))
+	if (!enter_list(&eb->info, page))
 		return false;
-	spin_lock_irq(&eb->info.pages_lock);
-	balloon_page_insert(&eb->info, page);
-	spin_unlock_irq(&eb->info.pages_lock);
-	unlock_page(page);
+	atomic_long_inc(&eb->listed);
 	return true;
 }
 

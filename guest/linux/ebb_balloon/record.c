@@ -154,20 +154,31 @@ void ebb_record_blocks(enum ebb_event event, const struct ebb_block *blocks, uns
 			   blocks[i].order);
 }
 
+static bool ebb_recording_add_list(struct ebb_recording *recording, unsigned int zone,
+				   unsigned int order, const struct list_head *blocks)
+{
+	struct page *page;
+
+	list_for_each_entry(page, blocks, buddy_list) {
+		if (!ebb_recording_add(recording,
+				       PageReported(page) ? EBB_EVENT_KNOWN : EBB_EVENT_BLOCK,
+				       zone, page_to_pfn(page), order))
+			return false;
+	}
+	return true;
+}
+
 /* Writes down what is free in a zone; its events count from now on. */
 static void ebb_recording_add_zone(struct ebb_recording *recording, struct zone *zone)
 {
 	unsigned int number = ebb_zone_number(zone);
 	unsigned int order, type;
-	struct page *page;
 
 	spin_lock_irq(&zone->lock);
-	for_each_migratetype_order(order, type) {
-		list_for_each_entry(page, &zone->free_area[order].free_list[type], buddy_list) {
-			if (!ebb_recording_add(recording,
-					       PageReported(page) ? EBB_EVENT_KNOWN :
-								    EBB_EVENT_BLOCK,
-					       number, page_to_pfn(page), order))
+	for (order = 0; order <= EBB_LARGEST_ORDER; order++) {
+		for (type = 0; type < MIGRATE_TYPES; type++) {
+			if (!ebb_recording_add_list(recording, number, order,
+						    &zone->free_area[order].free_list[type]))
 				goto out;
 		}
 	}

@@ -68,8 +68,8 @@ int ebb_symbols_find(void)
 
 	found.isolate_free_page = ebb_symbol("__isolate_free_page");
 	found.putback_isolated_page = ebb_symbol("__putback_isolated_page");
-	found.pageblock_flags = ebb_symbol("get_pfnblock_flags_mask");
-	if (found.isolate_free_page && found.putback_isolated_page && found.pageblock_flags)
+	found.migratetype = ebb_symbol(EBB_MIGRATETYPE_FUNCTION);
+	if (found.isolate_free_page && found.putback_isolated_page && found.migratetype)
 		ebb_symbols = found;
 	else
 		err = -EOPNOTSUPP;

@@ -8,6 +8,8 @@
 #include <linux/mm.h>
 #include <linux/mmzone.h>
 
+#include "compat.h"
+
 struct tracepoint;
 
 /**
@@ -16,12 +18,17 @@ struct tracepoint;
  *	list. Under the zone's lock. 0 if the zone is short of memory.
  * @putback_isolated_page: __putback_isolated_page(): the way back. Under the
  *	zone's lock, with the migrate type that the page block has then.
- * @pageblock_flags: get_pfnblock_flags_mask()
+ * @migratetype: get_pfnblock_migratetype(), or get_pfnblock_flags_mask() of
+ *	kernels before 6.17
  */
 struct ebb_symbols {
 	int (*isolate_free_page)(struct page *page, unsigned int order);
 	void (*putback_isolated_page)(struct page *page, unsigned int order, int mt);
-	typeof(get_pfnblock_flags_mask) *pageblock_flags;
+#ifdef EBB_PAGEBLOCK_FLAGS
+	typeof(get_pfnblock_flags_mask) *migratetype;
+#else
+	typeof(get_pfnblock_migratetype) *migratetype;
+#endif
 };
 
 /* Filled in by ebb_symbols_find(); all or nothing. */
@@ -45,7 +52,11 @@ struct tracepoint *ebb_tracepoint_find(const char *name);
 /* Migrate type of the page block that @page is in. After ebb_symbols_find(). */
 static inline int ebb_migratetype(const struct page *page)
 {
-	return ebb_symbols.pageblock_flags(page, page_to_pfn(page), MIGRATETYPE_MASK);
+#ifdef EBB_PAGEBLOCK_FLAGS
+	return ebb_symbols.migratetype(page, page_to_pfn(page), MIGRATETYPE_MASK);
+#else
+	return ebb_symbols.migratetype(page, page_to_pfn(page));
+#endif
 }
 
 #endif

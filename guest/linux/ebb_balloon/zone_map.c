@@ -52,7 +52,8 @@ int ebb_zone_maps_mark(struct page *page, unsigned long pfn, enum ebb_moment mom
 	struct ebb_zone_map *map;
 	unsigned long bit;
 
-	map = rcu_dereference_sched(ebb_maps[ebb_zone_number(page_zone(page))]);
+	/* Kept by the tracepoint's section, or by the caller's: preemption may be on in the former. */
+	map = rcu_dereference_raw(ebb_maps[ebb_zone_number(page_zone(page))]);
 	if (!map)
 		return EBB_MARKED_BEFORE;
 	bit = (pfn >> EBB_BLOCK_ORDER) - map->first;
