@@ -366,6 +366,9 @@ static bool oom_message_is_back(struct ebb_balloon *eb)
 				READ_ONCE(eb->broken), msecs_to_jiffies(OOM_WAIT_MS));
 	if (catch_oom_message(eb))
 		finish(eb, &eb->oom);
+	/* The work item may have caught it first, and is freeing its pages. */
+	wait_event_idle_timeout(eb->acked, READ_ONCE(eb->oom.state) != EBB_DONE ||
+				READ_ONCE(eb->broken), msecs_to_jiffies(OOM_WAIT_MS));
 	return READ_ONCE(eb->oom.state) == EBB_IDLE;
 }
 

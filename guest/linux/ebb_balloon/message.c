@@ -301,6 +301,9 @@ void ebb_message_put(struct ebb_balloon *eb, struct ebb_message *message)
 	if (message->use != EBB_USE_OOM)
 		list_add(&message->node, idle_list(eb, message));
 	spin_unlock_irqrestore(&eb->lock, flags);
+	/* The out-of-memory notifier waits until the pages of its message are free. */
+	if (message->use == EBB_USE_OOM)
+		wake_up_all(&eb->acked);
 }
 
 /**
