@@ -60,8 +60,8 @@ static int report(struct ebb_balloon *eb, const struct ebb_block *blocks, unsign
  * ebb_report_begin() - wait for one's turn to isolate and report blocks
  * @eb: the device
  *
- * Whoever has the turn may keep one batch out of the allocator, so that the
- * number of isolated blocks does not depend on that of CPUs. Sleeps.
+ * Only one caller at a time isolates blocks, at most a batch of them: the number
+ * of isolated blocks does not grow with the number of CPUs. Sleeps.
  *
  * Return: false if the device is broken; then there is no turn to end.
  */

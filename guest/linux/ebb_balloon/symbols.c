@@ -58,7 +58,7 @@ int ebb_symbols_find(void)
 	int err = 0;
 
 	if (ebb_calls_are_checked()) {
-		pr_info("this kernel checks indirect calls: functions that are not exported are not used\n");
+		pr_info_once("this kernel checks indirect calls: functions that are not exported are not used\n");
 		return -EOPNOTSUPP;
 	}
 

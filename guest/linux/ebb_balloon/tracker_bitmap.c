@@ -301,6 +301,17 @@ static void ebb_bitmap_cancel(void)
 	cancel_delayed_work_sync(&ebb_threshold_work);
 }
 
+/* No hook is in place any more. */
+static void ebb_bitmap_end(void)
+{
+	/* With the mutex, no notifier is about to queue work. */
+	mutex_lock(&ebb_memory_mutex);
+	WRITE_ONCE(ebb_bitmap_stopping, true);
+	mutex_unlock(&ebb_memory_mutex);
+	ebb_bitmap_cancel();
+	ebb_zone_maps_free();
+}
+
 static int ebb_bitmap_start(struct ebb_balloon *eb)
 {
 	int err;
@@ -336,26 +347,19 @@ static int ebb_bitmap_start(struct ebb_balloon *eb)
 unregister:
 	tracepoint_probe_unregister(ebb_drain_tracepoint, ebb_bitmap_drained, NULL);
 	tracepoint_synchronize_unregister();
-	mutex_lock(&ebb_memory_mutex);
-	WRITE_ONCE(ebb_bitmap_stopping, true);
-	mutex_unlock(&ebb_memory_mutex);
-	ebb_bitmap_cancel();
 free_maps:
-	ebb_zone_maps_free();
+	/* Memory that came online meanwhile has queued work. */
+	ebb_bitmap_end();
 	return err;
 }
 
 static void ebb_bitmap_stop(void)
 {
-	/* With the mutex, no notifier is about to queue work. */
-	mutex_lock(&ebb_memory_mutex);
 	WRITE_ONCE(ebb_bitmap_stopping, true);
-	mutex_unlock(&ebb_memory_mutex);
 	tracepoint_probe_unregister(ebb_free_tracepoint, ebb_bitmap_freed, NULL);
 	tracepoint_probe_unregister(ebb_drain_tracepoint, ebb_bitmap_drained, NULL);
 	tracepoint_synchronize_unregister();
-	ebb_bitmap_cancel();
-	ebb_zone_maps_free();
+	ebb_bitmap_end();
 }
 
 static void ebb_bitmap_show(struct seq_file *m)
