@@ -3,6 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::path::Path;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
@@ -41,8 +42,10 @@ pub struct DiskLoad {
     pub block_bytes: u64,
     /// Size of the part of the disk that is used.
     pub span_bytes: u64,
-    /// Blocks for each thread.
+    /// Most blocks for each thread.
     pub blocks: u32,
+    /// Path of a file whose existence ends the load; it is looked for before each block.
+    pub until: Option<String>,
 }
 
 /// Result of a load.
@@ -92,16 +95,18 @@ pub fn run(load: &DiskLoad) -> Result<LoadReport, String> {
         threads.into_iter().map(join).collect::<Vec<_>>()
     });
     let seconds = begin.elapsed().as_secs_f64();
-    let mut wrong_blocks = 0;
+    let mut report = LoadReport { blocks: 0, wrong_blocks: 0, seconds };
     for result in results {
         let result = result.map_err(|_| "a thread has panicked".to_owned())?;
-        wrong_blocks += result.map_err(|error| format!("{}: {error}", load.path))?;
+        let (blocks, wrong) = result.map_err(|error| format!("{}: {error}", load.path))?;
+        report.blocks += blocks;
+        report.wrong_blocks += wrong;
     }
-    let blocks = u64::from(load.threads) * u64::from(load.blocks);
-    Ok(LoadReport { blocks, wrong_blocks, seconds })
+    Ok(report)
 }
 
-fn one(load: &DiskLoad, file: &File, thread: u32) -> io::Result<u64> {
+/// The part of one thread: the numbers of blocks, and of wrong ones among them.
+fn one(load: &DiskLoad, file: &File, thread: u32) -> io::Result<(u64, u64)> {
     let bytes = load.block_bytes as usize;
     let mut memory = vec![0_u8; bytes + ALIGNMENT];
     let start = memory.as_ptr().align_offset(ALIGNMENT);
@@ -112,6 +117,9 @@ fn one(load: &DiskLoad, file: &File, thread: u32) -> io::Result<u64> {
     let mut random = Random::new(u64::from(thread) + 1);
     let mut wrong = 0;
     for index in 0..u64::from(load.blocks) {
+        if load.until.as_ref().is_some_and(|path| Path::new(path).exists()) {
+            return Ok((index, wrong));
+        }
         let block = match load.kind {
             LoadKind::RandomRead => random.below(blocks as usize) as u64,
             LoadKind::SequentialRead => first + index % own,
@@ -135,7 +143,7 @@ fn one(load: &DiskLoad, file: &File, thread: u32) -> io::Result<u64> {
             file.read_exact_at(buffer, offset)?;
         }
     }
-    Ok(wrong)
+    Ok((u64::from(load.blocks), wrong))
 }
 
 #[cfg(test)]
@@ -149,7 +157,8 @@ mod tests {
         File::create(&path).unwrap().set_len(1 << 20).unwrap();
         let path = path.display().to_string();
         let (block_bytes, span_bytes) = (4096, 1 << 20);
-        (folder, DiskLoad { path, kind, threads: 3, block_bytes, span_bytes, blocks: 20 })
+        let until = None;
+        (folder, DiskLoad { path, kind, threads: 3, block_bytes, span_bytes, blocks: 20, until })
     }
 
     #[test]
@@ -159,6 +168,19 @@ mod tests {
             let report = run(&load).unwrap();
             assert_eq!((report.blocks, report.wrong_blocks), (60, 0), "{kind:?}");
         }
+    }
+
+    #[test]
+    fn a_file_ends_it() {
+        let (folder, load) = load(LoadKind::WriteAndCheck);
+        let end = folder.path().join("end");
+        let until = Some(end.display().to_string());
+        let endless = DiskLoad { blocks: u32::MAX, until, ..load };
+        let load = std::thread::spawn(move || run(&endless).unwrap());
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        assert!(!load.is_finished());
+        std::fs::write(end, "").unwrap();
+        assert_eq!(load.join().unwrap().wrong_blocks, 0);
     }
 
     #[test]
