@@ -231,10 +231,15 @@ fn extension_step(guest: &mut Guest, kind: QueueKind, input: &mut Input<'_>) {
             let sink = Box::new(CheckingSink { ended: false });
             let allowed = guest.balloon.negotiated().contains(Feature::HostRequest);
             let order = Order(input.number(1) as u8);
-            assert!(guest.balloon.request_free_pages(order, sink).is_err() || allowed);
+            let asked = if input.number(1).is_multiple_of(2) {
+                guest.balloon.request_free_pages(order, sink)
+            } else {
+                guest.balloon.request_report(order, sink)
+            };
+            assert!(asked.is_err() || allowed);
         }
         _ if input.number(1).is_multiple_of(2) => {
-            guest.balloon.cancel_free_pages();
+            guest.balloon.cancel_request();
         }
         _ => {
             let state = guest.balloon.save();

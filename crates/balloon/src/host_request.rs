@@ -1,9 +1,10 @@
 //! The host request queue (docs/extension.md, "Host requests").
 //!
-//! The driver leaves a buffer with the device. When the owner requests the free pages, the device
-//! writes a numbered request into the buffer and returns it; the driver answers with messages. As
-//! with free page hinting, the pages named may be in use again by the time they are read, so they
-//! go to a [`HintSink`] and are never discarded.
+//! The driver leaves a buffer with the device. For a request of the owner, the device writes it,
+//! with a number, into the buffer and returns it; the driver answers with messages. There are two
+//! kinds. Free pages that the driver names may be in use again by the time they are read, as with
+//! free page hinting, so they go to a [`HintSink`] and are never discarded. Or the driver reports
+//! its free pages on the reporting queue, where they are discarded, and the answer names none.
 
 use ebb_abi::balloon::extension::{
     AnswerStatus, HostRequest, MAX_PAGE_SHIFT, Purpose, REQUEST_BYTES,
@@ -24,7 +25,27 @@ use crate::{AnswerMessage, Balloon, BalloonError, HintEnd, HintSink, Progress};
 /// Maximum number of pieces of a request buffer: one per byte.
 const MAX_PIECES: usize = REQUEST_BYTES;
 
-/// State of a request for free pages.
+/// What a request wants.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum RequestKind {
+    /// The driver names its free pages.
+    #[default]
+    FreePages,
+    /// The driver reports its free pages and answers when the device has taken them.
+    Report,
+}
+
+impl RequestKind {
+    /// The feature that the driver must have negotiated.
+    const fn feature(self) -> Feature {
+        match self {
+            Self::FreePages => Feature::HostRequest,
+            Self::Report => Feature::ReportRequest,
+        }
+    }
+}
+
+/// State of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RequestPhase {
@@ -83,6 +104,7 @@ pub(crate) struct HostRequests {
     phase: RequestPhase,
     /// Number of the latest request.
     pub(crate) last_id: u64,
+    kind: RequestKind,
     page_shift: u32,
     /// The buffer that the driver left.
     pub(crate) buffer: Option<RequestBuffer>,
@@ -112,10 +134,13 @@ impl HostRequests {
     fn wanted(&self) -> Option<HostRequest> {
         let withdrawn = self.withdrawn.map(|request_id| HostRequest::Cancel { request_id });
         match self.phase {
-            RequestPhase::Waiting => Some(HostRequest::FreePages {
-                request_id: self.last_id,
-                page_shift: self.page_shift,
-            }),
+            RequestPhase::Waiting => {
+                let (request_id, page_shift) = (self.last_id, self.page_shift);
+                Some(match self.kind {
+                    RequestKind::FreePages => HostRequest::FreePages { request_id, page_shift },
+                    RequestKind::Report => HostRequest::Report { request_id, page_shift },
+                })
+            }
             RequestPhase::Idle => withdrawn,
             RequestPhase::Sent | RequestPhase::Answering => None,
         }
@@ -159,8 +184,8 @@ impl Balloon {
     /// Returns whether the interrupt of the host request queue must be raised.
     ///
     /// The guest may never answer: the caller sets a time limit and calls
-    /// [`cancel_free_pages`](Self::cancel_free_pages). If a migration is to skip pages because of
-    /// the answer, writes to memory must be recorded from before this call on.
+    /// [`cancel_request`](Self::cancel_request). If a migration is to skip pages because of the
+    /// answer, writes to memory must be recorded from before this call on.
     ///
     /// # Errors
     /// [`BalloonError::NotNegotiated`], [`BalloonError::RequestActive`].
@@ -169,14 +194,40 @@ impl Balloon {
         smallest: Order,
         sink: Box<dyn HintSink>,
     ) -> Result<bool, BalloonError> {
-        if self.queue_index(QueueKind::HostRequest).is_none() {
-            return Err(BalloonError::NotNegotiated { feature: Feature::HostRequest.name() });
+        self.request(RequestKind::FreePages, smallest, sink)
+    }
+
+    /// Requests that the driver reports its free blocks of at least this order at once. `sink`
+    /// receives only the end: what was reported is discarded by then. Otherwise as
+    /// [`request_free_pages`](Self::request_free_pages).
+    ///
+    /// # Errors
+    /// [`BalloonError::NotNegotiated`], [`BalloonError::RequestActive`].
+    pub fn request_report(
+        &mut self,
+        smallest: Order,
+        sink: Box<dyn HintSink>,
+    ) -> Result<bool, BalloonError> {
+        self.request(RequestKind::Report, smallest, sink)
+    }
+
+    fn request(
+        &mut self,
+        kind: RequestKind,
+        smallest: Order,
+        sink: Box<dyn HintSink>,
+    ) -> Result<bool, BalloonError> {
+        let feature = kind.feature();
+        let has_queue = self.queue_index(QueueKind::HostRequest).is_some();
+        if !has_queue || !self.negotiated().contains(feature) {
+            return Err(BalloonError::NotNegotiated { feature: feature.name() });
         }
         let requests = &mut self.requests;
         if requests.phase != RequestPhase::Idle {
             return Err(BalloonError::RequestActive);
         }
         requests.last_id = requests.last_id.saturating_add(1);
+        requests.kind = kind;
         requests.page_shift = (PAGE_SHIFT + u32::from(smallest.0)).min(MAX_PAGE_SHIFT);
         requests.phase = RequestPhase::Waiting;
         requests.sink = Some(sink);
@@ -186,7 +237,7 @@ impl Balloon {
     /// Cancels the active request, if any: further answers are ignored. Must be called at the end
     /// of a time limit, and when the requester has ended. Returns whether the interrupt of the host
     /// request queue must be raised.
-    pub fn cancel_free_pages(&mut self) -> bool {
+    pub fn cancel_request(&mut self) -> bool {
         let requests = &mut self.requests;
         match requests.phase {
             RequestPhase::Idle => return false,
@@ -205,7 +256,7 @@ impl Balloon {
         self.requests.last_id
     }
 
-    /// State of the request for free pages.
+    /// State of the request.
     pub fn request_phase(&self) -> RequestPhase {
         self.requests.phase()
     }
@@ -235,7 +286,7 @@ impl Balloon {
         }
         queue.complete_written(memory, buffer.head, REQUEST_BYTES as u32, &mut self.faults);
         self.requests.sent();
-        self.counters.requests.sent += u64::from(matches!(request, HostRequest::FreePages { .. }));
+        self.counters.requests.sent += u64::from(!matches!(request, HostRequest::Cancel { .. }));
     }
 
     pub(crate) fn process_host_requests(
@@ -311,7 +362,9 @@ impl Balloon {
             _ => false,
         };
         while self.next_portion(message, QueueKind::HostRequest, budget) {
-            if accepted && poisoned {
+            if accepted && self.requests.kind == RequestKind::Report {
+                // The answer names nothing that the reporting queue has not had.
+            } else if accepted && poisoned {
                 let bytes: u64 = self.scratch.ranges.iter().map(|range| range.size_bytes()).sum();
                 self.counters.requests.poisoned_bytes += bytes;
                 message.poisoned_bytes += bytes;

@@ -9,8 +9,8 @@ use anyhow::Context as _;
 use ebb_vmm::api::{
     BalloonFeature, BalloonInfo, BalloonState, BalloonTarget, Client, ClientError,
     FreePagesRequest, LinkState, MAX_STATISTICS_INTERVAL_SECONDS, MergeSettings, RateLimits,
-    SnapshotReport, StatisticsDocument, StatisticsInterval, TrimReport, VmInfo, VmState,
-    prometheus,
+    ReclaimRequest, SnapshotReport, StatisticsDocument, StatisticsInterval, TrimReport, VmInfo,
+    VmState, prometheus,
 };
 use ebb_vmm::config::Backing;
 use ebb_vmm::size::ByteSize;
@@ -34,6 +34,7 @@ Examples:
   ebb ctl /tmp/vm.sock balloon set 1G
   ebb ctl /tmp/vm.sock statistics --json
   ebb ctl /tmp/vm.sock free-pages --min-order 9
+  ebb ctl /tmp/vm.sock reclaim
   ebb ctl /tmp/vm.sock disks resize disk0
   ebb ctl /tmp/vm.sock limits disk0 --bandwidth 50M --ops 1000
   ebb ctl /tmp/vm.sock merge --run unmerge
@@ -52,7 +53,7 @@ pub struct Args {
     #[arg(long, global = true)]
     json: bool,
     /// Time limit for the monitor's answer [default: 5; 600 for snapshot and merge; 5 more than the
-    /// guest's for free-pages]
+    /// guest's for free-pages and reclaim]
     #[arg(
         long,
         global = true,
@@ -105,6 +106,9 @@ enum Command {
     },
     /// Ask the guest which of its pages are free; its balloon driver must support Ebb's extension
     FreePages(Settings<FreePagesRequest>),
+    /// Have the guest report all its free pages now, and wait until the host has their memory; its
+    /// balloon driver must support Ebb's extension
+    Reclaim(Settings<ReclaimRequest>),
     /// Show the disks, or change the size of one
     Disks(disks::DisksArgs),
     /// Show or change the limits of devices' requests
@@ -166,6 +170,7 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
     let usual = match args.command {
         Command::Snapshot { .. } | Command::Merge(_) => 600,
         Command::FreePages(Settings(request)) => 5 + request.timeout_ms / 1000,
+        Command::Reclaim(Settings(request)) => 5 + request.timeout_ms / 1000,
         _ => 5,
     };
     let client = Client::new(args.socket, Duration::from_secs(args.timeout.unwrap_or(usual)));
@@ -201,6 +206,10 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         }
         Command::FreePages(Settings(request)) => {
             show(out, form, &client.put_json("/balloon/free-pages", &request)?, free_pages::rows)
+        }
+        Command::Reclaim(Settings(request)) => {
+            let report = client.put_json("/balloon/reclaim", &request)?;
+            show(out, form, &report, free_pages::reclaim_rows)
         }
         Command::Disks(args) => show(out, form, &disks::execute(args, &client)?, disks::rows),
         Command::Limits { device, change: Settings(limits) } => {
@@ -391,6 +400,7 @@ fn feature(feature: BalloonFeature) -> &'static str {
         BalloonFeature::PageBitmap => "page bitmaps",
         BalloonFeature::PageRanges => "page ranges",
         BalloonFeature::HostRequest => "host requests",
+        BalloonFeature::ReportRequest => "report requests",
         BalloonFeature::Version1 => "virtio 1",
     }
 }

@@ -73,6 +73,7 @@ enum ebb_counter {
 	EBB_SPLIT_BLOCKS,
 	EBB_REPORTS,
 	EBB_REPORT_BLOCKS,
+	EBB_EARLY_PAGES,
 	EBB_HINTED_BLOCKS,
 	EBB_REQUESTS,
 	EBB_BAD_REQUESTS,
@@ -217,6 +218,7 @@ struct ebb_hinting {
 #define EBB_STATS	16
 
 struct ebb_host_requests;
+struct ebb_report_now;
 
 struct ebb_balloon {
 	struct virtio_device *vdev;
@@ -298,6 +300,7 @@ struct ebb_balloon {
 	struct scatterlist report_sg[EBB_REPORT_MAX];
 
 	struct ebb_host_requests *requests;
+	struct ebb_report_now *report_now;
 
 	atomic64_t counters[EBB_COUNTERS];
 	atomic64_t order_blocks[EBB_LARGEST_ORDER + 1];
@@ -380,5 +383,20 @@ void ebb_requests_exit(struct ebb_balloon *eb);
 void ebb_requests_start(struct ebb_balloon *eb);
 void ebb_requests_stop(struct ebb_balloon *eb);
 void ebb_requests_returned(struct virtqueue *vq);
+void ebb_requests_wake(struct ebb_balloon *eb);
+
+/* report_early.c */
+void ebb_early_start(struct ebb_balloon *eb);
+void ebb_early_stop(void);
+void ebb_early_show(struct seq_file *m);
+
+/* report_now.c */
+int ebb_report_now_init(struct ebb_balloon *eb);
+void ebb_report_now_exit(struct ebb_balloon *eb);
+void ebb_report_now_begin(struct ebb_balloon *eb, u64 id, unsigned int page_shift);
+void ebb_report_now_early(struct ebb_balloon *eb, unsigned int page_shift);
+void ebb_report_now_cancel(struct ebb_balloon *eb);
+bool ebb_report_now_ended(struct ebb_balloon *eb, u64 id, bool *complete);
+void ebb_report_now_stop(struct ebb_balloon *eb);
 
 #endif

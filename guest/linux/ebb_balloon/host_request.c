@@ -1,26 +1,18 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Requests of the host (docs/extension.md section 5): which pages are free?
+ * Requests of the host (docs/extension.md section 5): which pages are free? And:
+ * report those that are.
  *
  * The driver leaves a buffer with the device, which returns it with a request.
  * The answer is made by a work item that never waits: it stops when its message
- * is under way and goes on when that comes back. Zones are walked in steps,
- * each of them a few thousand page structures under the zone's lock at most,
- * and for some 50 us at most.
+ * is under way and goes on when that comes back.
  */
 #include <linux/mmzone.h>
-#include <linux/nodemask.h>
-#include <linux/page-flags.h>
 #include <linux/slab.h>
 
 #include "ebb_balloon.h"
+#include "walk.h"
 
-/* Blocks that are found in one step. */
-#define FOUND_BLOCKS	256
-/* Page structures between looks at the clock. */
-#define CLOCK_PAGES	32
-/* After this time under a zone's lock a step ends. */
-#define LOCK_NS		(50 * NSEC_PER_USEC)
 /* Longest time that the work item goes on before others have their turn. */
 #define TURN_MS		20
 /* Time until the buffer is there again after an illegal request: those keep nobody busy. */
@@ -37,19 +29,13 @@
  * @received: the buffer came back and was not looked at
  * @sent: the device has the message
  * @id: number of the request that is being answered, 0 if none is
- * @order: smallest blocks of interest
- * @node: where the walk is; MAX_NUMNODES at its end
- * @zone: the zone of that node
- * @pfn: the next page
+ * @reports: it is one to report free pages, not to name them
+ * @walk: finds free blocks
+ * @found_at: the first block that is not whole in a message
+ * @found_units: how much of it is in one
  * @incomplete: something free could not be named
- * @found: blocks that the last step found
- * @found_nr: how many
- * @found_at: the first one that is not in a message
  * @set: what the next message names
  * @message: the message
- * @walking: held while page structures are looked at
- * @notifier: waits for steps over memory that goes away
- * @notified: it was registered
  */
 struct ebb_host_requests {
 	struct ebb_balloon *eb;
@@ -62,20 +48,13 @@ struct ebb_host_requests {
 	bool received;
 	bool sent;
 	u64 id;
-	unsigned int order;
-	int node;
-	int zone;
-	unsigned long pfn;
-	bool incomplete;
-	struct ebb_range found[FOUND_BLOCKS];
-	unsigned int found_nr;
+	bool reports;
+	struct ebb_walk walk;
 	unsigned int found_at;
+	u64 found_units;
+	bool incomplete;
 	struct ebb_set set;
 	void *message;
-	/* Around each step, so that memory can be seen to go away. */
-	struct mutex walking;
-	struct notifier_block notifier;
-	bool notified;
 };
 
 static void post_buffer(struct ebb_host_requests *r)
@@ -94,106 +73,6 @@ static void post_buffer(struct ebb_host_requests *r)
 static void post_work(struct work_struct *work)
 {
 	post_buffer(container_of(to_delayed_work(work), struct ebb_host_requests, post));
-}
-
-static void note_longest(struct ebb_balloon *eb, enum ebb_counter counter, s64 ns)
-{
-	if (ns > atomic64_read(&eb->counters[counter]))
-		atomic64_set(&eb->counters[counter], ns);
-}
-
-/*
- * Pages that can be passed over together with one that is not free: a large
- * page of somebody, or a block of the balloon. Nothing keeps them as they are;
- * what is passed over by mistake is not named, and that is no mistake.
- */
-static unsigned long used_pages(struct page *page)
-{
-	unsigned long order = 0;
-
-	if (PageHead(page))
-		order = compound_order(page);
-	else if (PageOffline(page))
-		order = page_private(page);
-	return order <= EBB_LARGEST_ORDER ? 1UL << order : 1;
-}
-
-/* Looks for blocks in memory whose page structures must stay. Returns where it ended. */
-static unsigned long walk_locked(struct ebb_host_requests *r, struct zone *zone,
-				 unsigned long pfn, unsigned long end)
-{
-	unsigned int looked = 0;
-	unsigned long flags;
-	ktime_t start;
-	s64 held;
-
-	spin_lock_irqsave(&zone->lock, flags);
-	start = ktime_get();
-	while (pfn < end && r->found_nr < FOUND_BLOCKS) {
-		struct page *page = pfn_to_page(pfn);
-		unsigned long pages;
-
-		/* The lock of another zone's page is not held. */
-		if (page_zone(page) != zone) {
-			pages = 1;
-		} else if (!PageBuddy(page)) {
-			pages = used_pages(page);
-		} else {
-			unsigned long order = page_private(page);
-
-			pages = order <= EBB_LARGEST_ORDER ? 1UL << order : 1;
-			if (order >= r->order && order <= EBB_LARGEST_ORDER) {
-				struct ebb_range *found = &r->found[r->found_nr++];
-
-				found->start = (u64)pfn << EBB_UNIT_SHIFT;
-				found->units = (u64)pages << EBB_UNIT_SHIFT;
-			}
-		}
-		/* Blocks of interest begin at multiples of their size. */
-		pfn = ALIGN(pfn + pages, 1UL << r->order);
-		if (++looked % CLOCK_PAGES == 0 &&
-		    ktime_to_ns(ktime_sub(ktime_get(), start)) > LOCK_NS)
-			break;
-	}
-	held = ktime_to_ns(ktime_sub(ktime_get(), start));
-	spin_unlock_irqrestore(&zone->lock, flags);
-
-	ebb_count(r->eb, EBB_LOCKS, 1);
-	note_longest(r->eb, EBB_LONGEST_LOCK_NS, held);
-	note_longest(r->eb, EBB_LONGEST_LOCK_EVER_NS, held);
-	return pfn;
-}
-
-static void next_zone_to_walk(struct ebb_host_requests *r)
-{
-	if (++r->zone < MAX_NR_ZONES) {
-		r->pfn = 0;
-		return;
-	}
-	r->zone = 0;
-	r->pfn = 0;
-	r->node = next_online_node(r->node);
-}
-
-/* One step of the walk: at most to the end of a section of memory. */
-static void walk(struct ebb_host_requests *r)
-{
-	struct zone *zone = &NODE_DATA(r->node)->node_zones[r->zone];
-	unsigned long end;
-
-	if (!populated_zone(zone) || r->pfn >= zone_end_pfn(zone)) {
-		next_zone_to_walk(r);
-		return;
-	}
-	r->pfn = ALIGN(max(r->pfn, zone->zone_start_pfn), 1UL << r->order);
-	end = min(ALIGN(r->pfn + 1, PAGES_PER_SECTION), zone_end_pfn(zone));
-
-	mutex_lock(&r->walking);
-	if (pfn_to_online_page(r->pfn))
-		r->pfn = walk_locked(r, zone, r->pfn, end);
-	else
-		r->pfn = end;
-	mutex_unlock(&r->walking);
 }
 
 /* Sends what there is; false if the device still has the last message. */
@@ -244,74 +123,100 @@ static bool collect(struct ebb_host_requests *r)
 {
 	struct ebb_format format = { .encodings = ebb_encodings(r->eb), .bytes = PAGE_SIZE };
 
-	while (r->found_at < r->found_nr) {
-		struct ebb_range *found = &r->found[r->found_at];
-		u64 units = found->units;
+	while (r->found_at < r->walk.found_nr) {
+		const struct ebb_block *found = &r->walk.found[r->found_at];
+		u64 start = ((u64)found->pfn << EBB_UNIT_SHIFT) + r->found_units;
+		u64 left = (1ULL << found->order << EBB_UNIT_SHIFT) - r->found_units;
+		u64 units = left;
 
 		/* Numbers of a large block may fill more than one message. */
 		if (format.encodings == BIT(VIRTIO_BALLOON_ENC_PFNS))
 			units = min_t(u64, units, ebb_set_room(&r->set, &format));
-		if (units && ebb_set_add(&r->set, &format, found->start, units)) {
-			found->start += units;
-			found->units -= units;
+		if (units && ebb_set_add(&r->set, &format, start, units)) {
+			r->found_units += units;
 		} else {
 			if (r->set.nr)
 				return false;
 			/* Numbers do not reach that far. */
 			r->incomplete = true;
-			found->units = 0;
+			units = left;
 		}
-		if (!found->units) {
+		if (units == left) {
 			r->found_at++;
+			r->found_units = 0;
 			ebb_count(r->eb, EBB_BLOCKS_NAMED, 1);
 		}
 	}
-	r->found_nr = 0;
 	r->found_at = 0;
 	return true;
+}
+
+/* The last message of an answer. Always returns false: the device has to do something next. */
+static bool end_answer(struct ebb_host_requests *r, bool complete)
+{
+	if (send_answer(r, complete ? VIRTIO_BALLOON_STATUS_DONE :
+				      VIRTIO_BALLOON_STATUS_ABORTED)) {
+		ebb_count(r->eb, complete ? EBB_ANSWERS_DONE : EBB_ANSWERS_ABORTED, 1);
+		r->id = 0;
+	}
+	return false;
 }
 
 /* One step of an answer. Returns false when the device has to do something first. */
 static bool answer(struct ebb_host_requests *r)
 {
+	bool complete;
+
+	if (r->reports) {
+		if (!ebb_report_now_ended(r->eb, r->id, &complete))
+			return false;
+		return end_answer(r, complete);
+	}
 	if (!collect(r))
 		return send_answer(r, VIRTIO_BALLOON_STATUS_MORE);
-	if (r->node < MAX_NUMNODES) {
-		walk(r);
+	if (ebb_walk_step(&r->walk))
 		return true;
-	}
-	if (!send_answer(r, r->incomplete ? VIRTIO_BALLOON_STATUS_ABORTED :
-			    VIRTIO_BALLOON_STATUS_DONE))
-		return false;
-	ebb_count(r->eb, r->incomplete ? EBB_ANSWERS_ABORTED : EBB_ANSWERS_DONE, 1);
-	r->id = 0;
-	return false;
+	return end_answer(r, !r->incomplete);
 }
 
-static void begin_answer(struct ebb_host_requests *r, u64 id, unsigned int page_shift)
+/* Ends an answer without a last message. */
+static void drop_answer(struct ebb_host_requests *r, enum ebb_counter why)
 {
-	if (r->id)
-		ebb_count(r->eb, EBB_ANSWERS_SUPERSEDED, 1);
+	if (!r->id)
+		return;
+	if (r->reports)
+		ebb_report_now_cancel(r->eb);
+	r->id = 0;
+	ebb_count(r->eb, why, 1);
+}
+
+static void begin_answer(struct ebb_host_requests *r, u16 command, u64 id,
+			 unsigned int page_shift)
+{
+	drop_answer(r, EBB_ANSWERS_SUPERSEDED);
 	ebb_count(r->eb, EBB_REQUESTS, 1);
 	/* Of each answer by itself: it also has what the host did to the processor meanwhile. */
 	atomic64_set(&r->eb->counters[EBB_LONGEST_LOCK_NS], 0);
 	r->id = id;
-	r->order = page_shift > PAGE_SHIFT ? page_shift - PAGE_SHIFT : 0;
-	r->order = min_t(unsigned int, r->order, EBB_LARGEST_ORDER);
-	r->node = first_online_node;
-	r->zone = 0;
-	r->pfn = 0;
-	r->incomplete = false;
-	r->found_nr = 0;
-	r->found_at = 0;
+	r->reports = command == VIRTIO_BALLOON_CMD_REPORT;
 	ebb_set_clear(&r->set);
+	if (r->reports) {
+		ebb_report_now_begin(r->eb, id, page_shift);
+		return;
+	}
+	ebb_walk_begin(&r->walk, page_shift);
+	r->found_at = 0;
+	r->found_units = 0;
+	r->incomplete = false;
 }
 
-static bool is_legal(u16 command, u16 page_shift)
+static bool is_legal(struct ebb_balloon *eb, u16 command, u16 page_shift)
 {
 	if (command == VIRTIO_BALLOON_CMD_CANCEL)
 		return !page_shift;
-	return command == VIRTIO_BALLOON_CMD_FREE_PAGES &&
+	return (command == VIRTIO_BALLOON_CMD_FREE_PAGES ||
+		(command == VIRTIO_BALLOON_CMD_REPORT &&
+		 ebb_offers(eb, VIRTIO_BALLOON_F_REPORT_REQUEST))) &&
 	       page_shift >= VIRTIO_BALLOON_MIN_PAGE_SHIFT &&
 	       page_shift <= VIRTIO_BALLOON_MAX_PAGE_SHIFT;
 }
@@ -339,19 +244,18 @@ static void take_request(struct ebb_host_requests *r)
 	command = le16_to_cpu(request.command);
 	page_shift = le16_to_cpu(request.page_shift);
 	id = le64_to_cpu(request.request_id);
-	if (bytes != sizeof(request) || request.reserved || !id || !is_legal(command, page_shift)) {
+	if (bytes != sizeof(request) || request.reserved || !id ||
+	    !is_legal(r->eb, command, page_shift)) {
 		ebb_count(r->eb, EBB_BAD_REQUESTS, 1);
 		queue_delayed_work(r->eb->wq, &r->post, msecs_to_jiffies(PENALTY_MS));
 		return;
 	}
 	/* Before the first message of the answer, so that the host can stop it. */
 	post_buffer(r);
-	if (command == VIRTIO_BALLOON_CMD_FREE_PAGES) {
-		begin_answer(r, id, page_shift);
-	} else if (id == r->id) {
-		r->id = 0;
-		ebb_count(r->eb, EBB_CANCELS, 1);
-	}
+	if (command != VIRTIO_BALLOON_CMD_CANCEL)
+		begin_answer(r, command, id, page_shift);
+	else if (id == r->id)
+		drop_answer(r, EBB_CANCELS);
 }
 
 static void request_work(struct work_struct *work)
@@ -371,6 +275,20 @@ static void request_work(struct work_struct *work)
 		cond_resched();
 	}
 	ebb_count(r->eb, EBB_WALK_NS, ktime_to_ns(ktime_sub(ktime_get(), start)));
+}
+
+/**
+ * ebb_requests_wake() - go on with the answer
+ * @eb: a device with hostreqq
+ */
+void ebb_requests_wake(struct ebb_balloon *eb)
+{
+	unsigned long flags;
+
+	spin_lock_irqsave(&eb->lock, flags);
+	if (!eb->stopping)
+		queue_work(eb->wq, &eb->requests->work);
+	spin_unlock_irqrestore(&eb->lock, flags);
 }
 
 /**
@@ -397,23 +315,7 @@ void ebb_requests_returned(struct virtqueue *vq)
 	spin_unlock_irqrestore(&r->lock, flags);
 	if (virtqueue_is_broken(vq))
 		ebb_device_failed(eb);
-
-	spin_lock_irqsave(&eb->lock, flags);
-	if (!eb->stopping)
-		queue_work(eb->wq, &r->work);
-	spin_unlock_irqrestore(&eb->lock, flags);
-}
-
-/* Sections are marked before this is called, so a step that begins now leaves them out. */
-static int memory_changes(struct notifier_block *notifier, unsigned long action, void *unused)
-{
-	struct ebb_host_requests *r = container_of(notifier, struct ebb_host_requests, notifier);
-
-	if (action == MEM_OFFLINE) {
-		mutex_lock(&r->walking);
-		mutex_unlock(&r->walking);
-	}
-	return NOTIFY_OK;
+	ebb_requests_wake(eb);
 }
 
 /**
@@ -436,15 +338,12 @@ int ebb_requests_init(struct ebb_balloon *eb)
 	INIT_WORK(&r->work, request_work);
 	INIT_DELAYED_WORK(&r->post, post_work);
 	spin_lock_init(&r->lock);
-	mutex_init(&r->walking);
 	r->set.max = EBB_SET_RANGES;
 	r->set.ranges = kvmalloc_array(EBB_SET_RANGES, sizeof(struct ebb_range), GFP_KERNEL);
 	r->message = (void *)__get_free_page(GFP_KERNEL);
 	if (!r->set.ranges || !r->message)
 		return -ENOMEM;
-	r->notifier.notifier_call = memory_changes;
-	r->notified = !register_memory_notifier(&r->notifier);
-	return r->notified ? 0 : -ENOMEM;
+	return ebb_walk_init(&r->walk, eb);
 }
 
 void ebb_requests_exit(struct ebb_balloon *eb)
@@ -453,8 +352,7 @@ void ebb_requests_exit(struct ebb_balloon *eb)
 
 	if (!r)
 		return;
-	if (r->notified)
-		unregister_memory_notifier(&r->notifier);
+	ebb_walk_exit(&r->walk);
 	kvfree(r->set.ranges);
 	free_page((unsigned long)r->message);
 	kvfree(r);

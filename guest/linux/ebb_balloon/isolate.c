@@ -84,8 +84,9 @@ void ebb_batch_name(struct ebb_batch *batch, unsigned long pfn, unsigned int ord
 	batch->named[batch->named_count++] = (struct ebb_block){ .pfn = pfn, .order = order };
 }
 
-static void ebb_batch_putback(struct ebb_batch *batch)
+static void ebb_batch_putback(struct ebb_batch *batch, bool reported)
 {
+	bool marks = reported && batch->marks && ebb_kernel_marks();
 	unsigned int i;
 
 	spin_lock_irq(&batch->zone->lock);
@@ -96,6 +97,9 @@ static void ebb_batch_putback(struct ebb_batch *batch)
 						  ebb_migratetype(page));
 		ebb_record(EBB_EVENT_PUTBACK, batch->zone, batch->held[i].pfn,
 			   batch->held[i].order);
+		/* Not if it was merged with memory that the host still has to hear of. */
+		if (marks && PageBuddy(page) && page_private(page) == batch->held[i].order)
+			__SetPageReported(page);
 	}
 	spin_unlock_irq(&batch->zone->lock);
 	atomic64_sub(batch->held_count, &ebb_counts.isolated_now);
@@ -108,7 +112,7 @@ int ebb_batch_report(struct ebb_balloon *eb, struct ebb_batch *batch)
 	if (batch->named_count)
 		err = ebb_report_blocks(eb, batch->named, batch->named_count);
 	if (batch->held_count)
-		ebb_batch_putback(batch);
+		ebb_batch_putback(batch, !err);
 
 	if (err) {
 		atomic64_inc(&ebb_counts.report_errors);

@@ -13,6 +13,8 @@
  * @zone: where they are from
  * @held_count: entries of @held
  * @named_count: entries of @named
+ * @marks: all that is held is named: mark it as the kernel's own reporting does,
+ *	which does not report it again then
  * @held: what was taken, as the allocator had it
  * @named: what the host is to be told: parts of @held, or all of it
  */
@@ -20,6 +22,7 @@ struct ebb_batch {
 	struct zone *zone;
 	unsigned int held_count;
 	unsigned int named_count;
+	bool marks;
 	struct ebb_block held[EBB_REPORT_MAX];
 	struct ebb_block named[EBB_REPORT_MAX];
 };

@@ -75,6 +75,7 @@ static const char * const counter_names[EBB_COUNTERS] = {
 	[EBB_SPLIT_BLOCKS] = "split_blocks",
 	[EBB_REPORTS] = "reports",
 	[EBB_REPORT_BLOCKS] = "report_blocks",
+	[EBB_EARLY_PAGES] = "early_pages",
 	[EBB_HINTED_BLOCKS] = "hinted_blocks",
 	[EBB_REQUESTS] = "requests",
 	[EBB_BAD_REQUESTS] = "bad_requests",
@@ -250,6 +251,7 @@ static void release_memory(struct ebb_balloon *eb)
 	cancel_delayed_work_sync(&eb->size_work);
 	cancel_work_sync(&eb->stats_work);
 	cancel_work_sync(&eb->hinting.work);
+	ebb_report_now_stop(eb);
 	ebb_requests_stop(eb);
 	ebb_hinting_release(eb);
 	ebb_size_release(eb);
@@ -338,7 +340,7 @@ static int probe(struct virtio_device *vdev)
 	err = eb->wq ? ebb_messages_init(eb) : -ENOMEM;
 	if (err)
 		goto free;
-	err = ebb_requests_init(eb);
+	err = ebb_requests_init(eb) ?: ebb_report_now_init(eb);
 	if (err)
 		goto free;
 	err = ebb_hinting_init(eb);
@@ -363,6 +365,7 @@ stop:
 hinting:
 	ebb_hinting_exit(eb);
 free:
+	ebb_report_now_exit(eb);
 	ebb_requests_exit(eb);
 	ebb_messages_exit(eb);
 	if (eb->wq)
@@ -385,6 +388,7 @@ static void remove(struct virtio_device *vdev)
 	ebb_hinting_exit(eb);
 	drop_queues(eb);
 	destroy_workqueue(eb->wq);
+	ebb_report_now_exit(eb);
 	ebb_requests_exit(eb);
 	ebb_messages_exit(eb);
 	WRITE_ONCE(device_encodings, 0);
@@ -441,6 +445,9 @@ static int validate(struct virtio_device *vdev)
 		__virtio_clear_bit(vdev, VIRTIO_BALLOON_F_PAGE_RANGES);
 		__virtio_clear_bit(vdev, VIRTIO_BALLOON_F_HOST_REQUEST_VQ);
 	}
+	if (!virtio_has_feature(vdev, VIRTIO_BALLOON_F_REPORTING) ||
+	    !virtio_has_feature(vdev, VIRTIO_BALLOON_F_HOST_REQUEST_VQ))
+		__virtio_clear_bit(vdev, VIRTIO_BALLOON_F_REPORT_REQUEST);
 	/* Page frame numbers are always guest-physical. */
 	__virtio_clear_bit(vdev, VIRTIO_F_ACCESS_PLATFORM);
 	return 0;
@@ -456,6 +463,7 @@ static const unsigned int features[] = {
 	VIRTIO_BALLOON_F_PAGE_BITMAP,
 	VIRTIO_BALLOON_F_PAGE_RANGES,
 	VIRTIO_BALLOON_F_HOST_REQUEST_VQ,
+	VIRTIO_BALLOON_F_REPORT_REQUEST,
 };
 
 static const struct virtio_device_id ids[] = {

@@ -12,12 +12,14 @@
 #define VIRTIO_BALLOON_F_PAGE_BITMAP		50
 #define VIRTIO_BALLOON_F_PAGE_RANGES		51
 #define VIRTIO_BALLOON_F_HOST_REQUEST_VQ	52
+#define VIRTIO_BALLOON_F_REPORT_REQUEST		53
 
-/* Commands: the first three are for messages, the last two for requests. */
+/* Commands: the first three are for messages, the last three for requests. */
 #define VIRTIO_BALLOON_CMD_INFLATE		1
 #define VIRTIO_BALLOON_CMD_DEFLATE		2
 #define VIRTIO_BALLOON_CMD_FREE_PAGES		3
 #define VIRTIO_BALLOON_CMD_CANCEL		4
+#define VIRTIO_BALLOON_CMD_REPORT		5
 
 /* Values, not bits. */
 #define VIRTIO_BALLOON_STATUS_NONE		0

@@ -116,8 +116,12 @@ static void ebb_tracker_stop(void)
 		ebb_tracker_memory_set(NULL);
 	}
 	ebb_tracker_running = NULL;
-	WARN(atomic64_read(&ebb_counts.isolated_now), "%lld blocks are still isolated\n",
-	     (long long)atomic64_read(&ebb_counts.isolated_now));
+	/* A report on request may be under way; it has its turn. */
+	if (ebb_report_begin(ebb_tracker_device)) {
+		WARN(atomic64_read(&ebb_counts.isolated_now), "%lld blocks are still isolated\n",
+		     (long long)atomic64_read(&ebb_counts.isolated_now));
+		ebb_report_end(ebb_tracker_device);
+	}
 }
 
 /* Starts what is chosen. Nothing may be running. */

@@ -149,6 +149,12 @@ extern const struct ebb_tracker_ops ebb_tracker_reporting;
 /* Whether this is a pass of the kernel's own reporting. In any context. */
 bool ebb_reporting_at_work(void);
 
+/*
+ * Whether the allocator clears the mark of a reported block when it takes the
+ * block: from the first time on that the kernel's own reporting was in use.
+ */
+bool ebb_kernel_marks(void);
+
 /* Entries of the array of a CPU. */
 unsigned int ebb_percpu_entries(void);
 

@@ -7,7 +7,8 @@
  * 2 s after a block of at least the reporting order was freed it walks the free
  * lists, takes at most 1/16 of each and one batch, in batches of 32, and marks
  * what it reported in the page flags. There is no hook of ours, so frees,
- * captured and lost stay 0.
+ * captured and lost stay 0. When much becomes free, report_early.c does not wait
+ * that long.
  *
  * It never reports blocks smaller than the reporting order, nor zones that are
  * short of memory. The order is the kernel's parameter page_reporting_order.
@@ -21,11 +22,13 @@
 
 #include "compat.h"
 #include "counts.h"
-#include "tracker.h"
+#include "ebb_balloon.h"
 
 static_assert(PAGE_REPORTING_CAPACITY == EBB_REPORT_MAX);
 
 static struct ebb_balloon *ebb_reporting_eb;
+/* Set once: the kernel never disables page_reporting_enabled again. */
+static bool ebb_reporting_was_used;
 
 /*
  * The blocks are off the free lists from before this call until after it; the
@@ -73,6 +76,11 @@ bool ebb_reporting_at_work(void)
 	return current_work() == &ebb_reporting_info.work.work;
 }
 
+bool ebb_kernel_marks(void)
+{
+	return READ_ONCE(ebb_reporting_was_used);
+}
+
 static int ebb_reporting_start(struct ebb_balloon *eb)
 {
 	int err;
@@ -86,11 +94,16 @@ static int ebb_reporting_start(struct ebb_balloon *eb)
 	err = page_reporting_register(&ebb_reporting_info);
 	if (err == -EBUSY)
 		pr_warn("free page reporting is in use by another device\n");
-	return err;
+	if (err)
+		return err;
+	WRITE_ONCE(ebb_reporting_was_used, true);
+	ebb_early_start(eb);
+	return 0;
 }
 
 static void ebb_reporting_stop(void)
 {
+	ebb_early_stop();
 	/* waits for a pass that is under way; it puts its pages back itself */
 	if (IS_ENABLED(CONFIG_PAGE_REPORTING))
 		page_reporting_unregister(&ebb_reporting_info);
@@ -100,4 +113,5 @@ const struct ebb_tracker_ops ebb_tracker_reporting = {
 	.name = "reporting",
 	.start = ebb_reporting_start,
 	.stop = ebb_reporting_stop,
+	.show = ebb_early_show,
 };

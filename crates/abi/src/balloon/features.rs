@@ -40,11 +40,14 @@ pub enum Feature {
     /// Extension: the host request queue exists.
     #[cfg_attr(feature = "serde", serde(rename = "host_requests"))]
     HostRequest = 52,
+    /// Extension: the host may request that all free pages are reported at once.
+    #[cfg_attr(feature = "serde", serde(rename = "report_requests"))]
+    ReportRequest = 53,
 }
 
 impl Feature {
     /// All known features in bit order.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::MustTellHost,
         Self::StatisticsQueue,
         Self::DeflateOnOom,
@@ -55,6 +58,7 @@ impl Feature {
         Self::PageBitmap,
         Self::PageRanges,
         Self::HostRequest,
+        Self::ReportRequest,
     ];
 
     /// The feature's mask in the 64-bit feature word.
@@ -75,6 +79,7 @@ impl Feature {
             Self::PageBitmap => "PAGE_BITMAP",
             Self::PageRanges => "PAGE_RANGES",
             Self::HostRequest => "HOST_REQUEST_VQ",
+            Self::ReportRequest => "REPORT_REQUEST",
         }
     }
 }
@@ -91,8 +96,8 @@ impl Features {
     /// Every feature of virtio-balloon in the specification, bits 0 to 5.
     pub const ALL_BALLOON: Self = Self(0x3f);
 
-    /// Every feature of the extension, bits 50 to 52.
-    pub const EXTENSION: Self = Self(0b111 << 50);
+    /// Every feature of the extension, bits 50 to 53.
+    pub const EXTENSION: Self = Self(0b1111 << 50);
 
     /// Every feature of the balloon, including the extension's.
     pub const ALL_WITH_EXTENSION: Self = Self(Self::ALL_BALLOON.0 | Self::EXTENSION.0);
@@ -161,7 +166,7 @@ mod tests {
     #[test]
     fn bits_match_the_specification() {
         let bits = Feature::ALL.map(|feature| feature.mask().trailing_zeros());
-        assert_eq!(bits, [0, 1, 2, 3, 4, 5, 32, 50, 51, 52]);
+        assert_eq!(bits, [0, 1, 2, 3, 4, 5, 32, 50, 51, 52, 53]);
         let balloon =
             Feature::ALL[..6].iter().fold(Features::NONE, |set, feature| set.with(*feature));
         assert_eq!(balloon, Features::ALL_BALLOON);

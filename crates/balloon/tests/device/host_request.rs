@@ -114,7 +114,7 @@ fn a_request_waits_for_a_buffer() {
 fn a_request_cancelled_in_time_is_never_sent() {
     let mut guest = Guest::with_extension(ALL);
     let log = ask(&mut guest);
-    assert!(!guest.balloon.cancel_free_pages());
+    assert!(!guest.balloon.cancel_request());
     let buffer = guest.leave_request_buffer();
     assert_eq!(guest.request_in(buffer), None);
     assert_eq!(log.ends(), [HintEnd::Cancelled]);
@@ -124,7 +124,7 @@ fn a_request_cancelled_in_time_is_never_sent() {
 #[test]
 fn numbers_are_never_used_again() {
     let (mut guest, first, _) = asked();
-    assert!(guest.balloon.cancel_free_pages());
+    assert!(guest.balloon.cancel_request());
     guest.balloon.reset();
     guest.activate();
     let buffer = guest.leave_request_buffer();
@@ -136,8 +136,8 @@ fn numbers_are_never_used_again() {
 fn a_late_answer_is_ignored_and_returned() {
     let (mut guest, first, log) = asked();
     let _ = answer(&mut guest, first, AnswerStatus::More, &[range(1024, 8)]);
-    let cancel = guest.balloon.cancel_free_pages();
-    assert!(cancel && !guest.balloon.cancel_free_pages());
+    let cancel = guest.balloon.cancel_request();
+    assert!(cancel && !guest.balloon.cancel_request());
     let second_log = ask(&mut guest);
     // The driver has not seen the cancellation yet; it has left no buffer for the second request.
     let _ = answer(&mut guest, first, AnswerStatus::More, &[range(2048, 8)]);
@@ -163,7 +163,7 @@ fn a_late_answer_is_ignored_and_returned() {
 #[test]
 fn a_cancellation_is_sent_to_the_driver() {
     let (mut guest, id, _) = asked();
-    guest.balloon.cancel_free_pages();
+    guest.balloon.cancel_request();
     // It went into the buffer that the driver had left again; the next one stays with the device.
     let heads = guest.used_with_lengths(QUEUE);
     assert_eq!(heads.iter().map(|(_, length)| *length).collect::<Vec<_>>(), [16]);
@@ -173,13 +173,13 @@ fn a_cancellation_is_sent_to_the_driver() {
     // Without a buffer it is sent with the next one, unless the answer is complete by then.
     let log = ask(&mut guest);
     assert_eq!(guest.request_in(buffer).map(HostRequest::request_id), Some(id + 1));
-    assert!(!guest.balloon.cancel_free_pages());
+    assert!(!guest.balloon.cancel_request());
     let buffer = guest.leave_request_buffer();
     assert_eq!(guest.request_in(buffer), Some(HostRequest::Cancel { request_id: id + 1 }));
 
     guest.leave_request_buffer();
     ask(&mut guest);
-    guest.balloon.cancel_free_pages();
+    guest.balloon.cancel_request();
     let _ = answer(&mut guest, id + 2, AnswerStatus::Aborted, &[]);
     let buffer = guest.leave_request_buffer();
     assert_eq!(guest.request_in(buffer), None);
@@ -205,7 +205,28 @@ fn there_is_one_request_at_a_time_and_it_needs_the_feature() {
     let mut guest = Guest::with_extension(ALL.without(Feature::HostRequest));
     let refused = guest.balloon.request_free_pages(Order::PAGE, Box::new(Log::default()));
     assert_eq!(refused, Err(BalloonError::NotNegotiated { feature: "HOST_REQUEST_VQ" }));
-    assert!(!guest.balloon.cancel_free_pages());
+    assert!(!guest.balloon.cancel_request());
+}
+
+#[test]
+fn pages_are_reported_on_request() {
+    let mut guest = Guest::with_extension(ALL);
+    let buffer = guest.leave_request_buffer();
+    let log = Log::default();
+    assert_eq!(guest.balloon.request_report(Order::HUGE, Box::new(log.clone())), Ok(true));
+    let request = HostRequest::Report { request_id: 1, page_shift: 21 };
+    assert_eq!(guest.request_in(buffer), Some(request));
+    // There is one request at a time, of both kinds.
+    let refused = guest.balloon.request_free_pages(Order::PAGE, Box::new(Log::default()));
+    assert_eq!(refused, Err(BalloonError::RequestActive));
+    // What an answer names is nothing to the host.
+    let _ = answer(&mut guest, 1, AnswerStatus::Done, &[range(1024, 512)]);
+    assert_eq!((log.hinted_pages(), log.ends()), (0, vec![HintEnd::Complete]));
+    assert_eq!(guest.balloon.counters().requests.completed, 1);
+
+    let mut guest = Guest::with_extension(ALL.without(Feature::ReportRequest));
+    let refused = guest.balloon.request_report(Order::PAGE, Box::new(Log::default()));
+    assert_eq!(refused, Err(BalloonError::NotNegotiated { feature: "REPORT_REQUEST" }));
 }
 
 #[test]
@@ -330,7 +351,7 @@ fn a_large_answer_is_processed_in_steps_and_can_be_cancelled_between_them() {
     let first_step = log.hinted_pages();
     assert_eq!(first_step, 64 << 10);
 
-    guest.balloon.cancel_free_pages();
+    guest.balloon.cancel_request();
     assert_eq!(log.ends(), [HintEnd::Cancelled]);
     while guest.balloon.process_queue(index).more {}
     assert_eq!((log.hinted_pages(), errors(&guest, GuestError::StaleAnswer)), (first_step, 1));

@@ -1,15 +1,15 @@
-//! The guest's report of its free pages, as a table.
+//! The guest's answers about its free pages, as tables.
 
-use ebb_vmm::api::{FreePagesReport, FreePagesStatus};
+use ebb_vmm::api::{FreePagesReport, ReclaimReport, RequestStatus};
 
 use super::{Row, bytes, duration, row};
 
-fn status(status: FreePagesStatus) -> &'static str {
+fn status(status: RequestStatus) -> &'static str {
     match status {
-        FreePagesStatus::Done => "done",
-        FreePagesStatus::Aborted => "aborted by the guest",
-        FreePagesStatus::Timeout => "incomplete at the time limit",
-        FreePagesStatus::Reset => "the guest's driver was reset",
+        RequestStatus::Done => "done",
+        RequestStatus::Aborted => "aborted by the guest",
+        RequestStatus::Timeout => "incomplete at the time limit",
+        RequestStatus::Reset => "the guest's driver was reset",
     }
 }
 
@@ -55,4 +55,21 @@ pub(super) fn rows(report: &FreePagesReport) -> Vec<Row> {
         rows.push(row(&what, format!("{} = {}", blocks.blocks, bytes(blocks.bytes))));
     }
     rows
+}
+
+/// Rows of the table for memory that the guest has reported on request.
+pub(super) fn reclaim_rows(report: &ReclaimReport) -> Vec<Row> {
+    vec![
+        row("request", format!("{}: {}", report.request_id, status(report.status))),
+        row("reported", bytes(report.reported_bytes)),
+        row(
+            "resident",
+            format!(
+                "{}, before {}",
+                bytes(report.resident_bytes),
+                bytes(report.resident_before_bytes)
+            ),
+        ),
+        row("took", format!("{:.1} ms", report.elapsed_us as f64 / 1000.0)),
+    ]
 }

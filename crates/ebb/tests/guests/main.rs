@@ -40,6 +40,7 @@ mod migration_refused;
 mod migration_unknown;
 mod module;
 mod module_kernel;
+mod module_reclaim;
 mod module_recordings;
 mod module_support;
 mod module_trackers;
@@ -66,7 +67,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 37] = [
+const TESTS: [&[Test]; 38] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -84,6 +85,7 @@ const TESTS: [&[Test]; 37] = [
     driver::TESTS,
     module::TESTS,
     module_kernel::TESTS,
+    module_reclaim::TESTS,
     module_recordings::TESTS,
     module_trackers::TESTS,
     api::TESTS,

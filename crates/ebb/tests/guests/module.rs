@@ -2,7 +2,7 @@
 
 use ebb_agent::command_line::BalloonDriver;
 use ebb_agent::protocol::{Command, Event};
-use ebb_vmm::api::{BalloonFeature, BalloonState, FreeBlocks, FreePagesReport, FreePagesStatus};
+use ebb_vmm::api::{BalloonFeature, BalloonState, FreeBlocks, FreePagesReport, RequestStatus};
 use serde_json::json;
 
 use crate::guest::{Guest, MIB};
@@ -111,7 +111,7 @@ fn free_pages(scene: &Scene) {
     let check = |what: &str| {
         let free = guest.meminfo("MemFree");
         let report = request_free_pages(guest, 0);
-        assert_eq!(report.status, FreePagesStatus::Done, "{what}: {report:?}");
+        assert_eq!(report.status, RequestStatus::Done, "{what}: {report:?}");
         // The kernel allocates and frees some memory between the two readings, and single pages on
         // a processor's list are not on the allocator's lists.
         assert!(report.bytes <= free + 8 * MIB, "{what}: {free} bytes are free; {report:?}");
@@ -149,7 +149,7 @@ fn free_pages(scene: &Scene) {
     });
     let mut answers = 0;
     while guest.poll(work).is_none() || answers < 5 {
-        assert_eq!(request_free_pages(guest, answers % 3 * 3).status, FreePagesStatus::Done);
+        assert_eq!(request_free_pages(guest, answers % 3 * 3).status, RequestStatus::Done);
         answers += 1;
     }
     module.churned(work);
@@ -160,7 +160,7 @@ fn free_pages(scene: &Scene) {
     let silent: Result<FreePagesReport, _> =
         guest.client().put_json("/balloon/free-pages", &json!({ "timeout_ms": 300 }));
     assert!(
-        !silent.as_ref().is_ok_and(|report| report.status == FreePagesStatus::Done),
+        !silent.as_ref().is_ok_and(|report| report.status == RequestStatus::Done),
         "a paused guest has answered: {silent:?}"
     );
     guest.put("/vm/resume");
@@ -178,7 +178,7 @@ fn free_pages(scene: &Scene) {
         eventually("the new driver answers", 20, || {
             let body = json!({ "timeout_ms": 5000 });
             let answer = guest.client().put_json::<FreePagesReport>("/balloon/free-pages", &body);
-            let done = answer.as_ref().is_ok_and(|report| report.status == FreePagesStatus::Done);
+            let done = answer.as_ref().is_ok_and(|report| report.status == RequestStatus::Done);
             when(done, || format!("{answer:?}"))
         });
     }
@@ -207,7 +207,7 @@ fn saved_and_rebooted(scene: &Scene) {
     guest.inflate_to(128 * MIB);
     assert_eq!(guest.meminfo("MemTotal"), total - 128 * MIB);
     let answer = request_free_pages(guest, 0);
-    assert_eq!(answer.status, FreePagesStatus::Done, "{answer:?}");
+    assert_eq!(answer.status, RequestStatus::Done, "{answer:?}");
     assert!(answer.request_id > last_number, "{last_number}, then {answer:?}");
     // Twice the memory that the workload has used: fragments smaller than a block are reused first
     // and never reported.

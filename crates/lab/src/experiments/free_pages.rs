@@ -7,7 +7,7 @@
 //! of its memory.
 
 use ebb_agent::protocol::Command;
-use ebb_vmm::api::{FreeBlocks, FreePagesReport, FreePagesStatus};
+use ebb_vmm::api::{FreeBlocks, FreePagesReport, RequestStatus};
 use serde::Serialize;
 
 use crate::LabError;
@@ -228,7 +228,7 @@ fn ask(
     let before = testbed.driver_counters(guest)?.unwrap_or_default();
     let report = testbed.free_pages(guest, min_order)?;
     let now = testbed.driver_counters(guest)?.unwrap_or_default();
-    if report.status != FreePagesStatus::Done {
+    if report.status != RequestStatus::Done {
         let what = format!("its answer ended as {:?}", report.status);
         return Err(LabError::unexpected(guest, what));
     }

@@ -9,7 +9,7 @@ use super::balloon::{
     BalloonInfo, BalloonTarget, HintRun, HintRunStatus, StatisticsDocument, StatisticsInterval,
 };
 use super::disks::{DiskResize, DisksInfo};
-use super::free_pages::{FreePagesReport, FreePagesRequest};
+use super::free_pages::{FreePagesReport, FreePagesRequest, ReclaimReport, ReclaimRequest};
 use super::limits::{LimitsChange, LimitsInfo};
 use super::merge::{MergeInfo, MergeSettings};
 use super::metrics::Metrics;
@@ -87,6 +87,9 @@ pub enum Operation {
     /// `PUT /balloon/free-pages`: asks the guest which of its pages are free; one request at a
     /// time.
     FreePages(FreePagesRequest),
+    /// `PUT /balloon/reclaim`: the guest reports its free pages at once, and the host has their
+    /// memory before the answer; one request at a time, of both kinds.
+    Reclaim(ReclaimRequest),
     /// `GET /disks`: the disks, with counts of their requests.
     Disks,
     /// `PUT /disks`: gives a disk the size of its image, or another image, and notifies the guest.
@@ -151,6 +154,7 @@ pub enum Document {
     Balloon(BalloonInfo),
     Statistics(StatisticsDocument),
     FreePages(FreePagesReport),
+    Reclaim(ReclaimReport),
     HintRun(HintRunStatus),
     Disks(DisksInfo),
     Limits(LimitsInfo),

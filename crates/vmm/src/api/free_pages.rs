@@ -1,13 +1,16 @@
-//! Requests for the guest's free pages: documents.
+//! Requests about the guest's free pages: documents.
 //!
-//! An answer describes the past: the guest may use any of the pages by now. It serves users,
-//! experiments and migrations, and is never a reason to discard a page.
+//! The guest names them in an answer, which describes the past: it may use any of the pages by now.
+//! Such an answer serves users, experiments and migrations, and is never a reason to discard a
+//! page. Or it reports them, and the host has their memory when the answer arrives.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// The largest order in a request: 1 GiB.
 pub const MAX_FREE_PAGES_ORDER: u8 = 18;
+/// Default of the smallest order that is reported: 2 MiB. Less would split huge pages of the host.
+const RECLAIM_ORDER: u8 = 9;
 /// Default time limit of a request.
 pub const FREE_PAGES_TIME_LIMIT_MS: u64 = 5000;
 /// The longest time limit of a request: a minute.
@@ -32,13 +35,54 @@ impl Default for FreePagesRequest {
     }
 }
 
+/// `PUT /balloon/reclaim`: the request to the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct ReclaimRequest {
+    /// Omit blocks smaller than 2 to the power of this many pages.
+    #[schemars(range(max = MAX_FREE_PAGES_ORDER), extend("x-unit" = "binary orders of pages"))]
+    pub min_order: u8,
+    /// Time limit for the guest.
+    #[schemars(range(min = 1, max = MAX_FREE_PAGES_TIME_LIMIT_MS))]
+    #[schemars(extend("x-unit" = "milliseconds"))]
+    pub timeout_ms: u64,
+}
+
+impl Default for ReclaimRequest {
+    fn default() -> Self {
+        Self { min_order: RECLAIM_ORDER, timeout_ms: FREE_PAGES_TIME_LIMIT_MS }
+    }
+}
+
+/// `PUT /balloon/reclaim`: what the host has got.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(rename = "Reclaim")]
+pub struct ReclaimReport {
+    /// Number of the request in the protocol.
+    pub request_id: u64,
+    /// done: the guest has reported all that it found. aborted: it could not; see its log. timeout:
+    /// it did not finish in time, and the request was withdrawn. reset: its driver is gone.
+    pub status: RequestStatus,
+    /// The smallest order requested.
+    #[schemars(range(max = MAX_FREE_PAGES_ORDER))]
+    pub min_order: u8,
+    /// Memory reported between request and answer, in part perhaps without regard to the request.
+    pub reported_bytes: u64,
+    /// Resident memory of the guest when the request was made.
+    pub resident_before_bytes: u64,
+    /// The same after the answer.
+    pub resident_bytes: u64,
+    /// Time from the request to the end of the answer, in microseconds.
+    pub elapsed_us: u64,
+}
+
 /// How an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum FreePagesStatus {
-    /// The guest has named all free pages that it found.
+pub enum RequestStatus {
+    /// The guest has named or reported all free pages that it found.
     Done,
-    /// The guest has given up; the pages it named were free.
+    /// The guest has given up; the pages it named were free, and the host has what it reported.
     Aborted,
     /// The guest did not finish within the time limit, and the request was withdrawn.
     Timeout,
@@ -55,7 +99,7 @@ pub struct FreePagesReport {
     /// done: the guest has named all that it found. aborted: it has given up; the pages it named
     /// were free. timeout: it did not finish in time, and the request was withdrawn. reset: its
     /// driver is gone.
-    pub status: FreePagesStatus,
+    pub status: RequestStatus,
     /// The smallest order requested.
     #[schemars(range(max = MAX_FREE_PAGES_ORDER))]
     pub min_order: u8,

@@ -49,7 +49,7 @@ const fn route_to(method: Method, path: &'static str, build: Build) -> Route {
 }
 
 /// All routes.
-pub const ROUTES: [Route; 26] = [
+pub const ROUTES: [Route; 27] = [
     route_to(Method::Get, "/openapi.json", |request| plain(request, Operation::OpenApi)),
     route_to(Method::Get, "/vm", |request| plain(request, Operation::VmInfo)),
     route_to(Method::Put, "/vm/pause", |request| plain(request, Operation::Pause)),
@@ -71,7 +71,10 @@ pub const ROUTES: [Route; 26] = [
     route_to(Method::Put, "/balloon/statistics-interval", |request| {
         with(request, Operation::SetStatisticsInterval)
     }),
-    route_to(Method::Put, "/balloon/free-pages", free_pages),
+    route_to(Method::Put, "/balloon/free-pages", |request| {
+        with_optional(request, Operation::FreePages)
+    }),
+    route_to(Method::Put, "/balloon/reclaim", |request| with_optional(request, Operation::Reclaim)),
     route_to(Method::Get, "/disks", |request| plain(request, Operation::Disks)),
     route_to(Method::Put, "/disks", |request| with(request, Operation::ResizeDisk)),
     route_to(Method::Get, "/limits", |request| plain(request, Operation::Limits)),
@@ -122,16 +125,20 @@ fn with<T: JsonSchema + DeserializeOwned>(
     body(request, EmptyBody::Refused).map(operation)
 }
 
+/// The same with defaults for all of them.
+fn with_optional<T: JsonSchema + DeserializeOwned>(
+    request: &Request<'_>,
+    operation: impl FnOnce(T) -> Operation,
+) -> Result<Operation, Problem> {
+    Parameters::of_query(request, &[])?;
+    body(request, EmptyBody::Allowed).map(operation)
+}
+
 fn statistics(request: &Request<'_>) -> Result<Operation, Problem> {
     let parameters = Parameters::of_query(request, &["max_age_ms"])?;
     no_body(request)?;
     let max_age = parameters.integer("max_age_ms")?.map(Duration::from_millis);
     Ok(Operation::Statistics { max_age })
-}
-
-fn free_pages(request: &Request<'_>) -> Result<Operation, Problem> {
-    Parameters::of_query(request, &[])?;
-    body(request, EmptyBody::Allowed).map(Operation::FreePages)
 }
 
 fn migration(request: &Request<'_>) -> Result<Operation, Problem> {

@@ -9,13 +9,13 @@ use super::control::only_running;
 use super::{SharedTransport, Vm, lock};
 use crate::api::balloon::{BalloonInfo, BalloonTarget, DriverPresence, HintRun, HintRunStatus};
 use crate::api::control::{ControlError, Outcome};
-use crate::api::free_pages::FreePagesRequest;
+use crate::api::free_pages::{FreePagesRequest, ReclaimRequest};
 use crate::api::metrics::BalloonMetrics;
 use crate::api::statistics::fresh_statistics;
 use crate::devices::virtio::balloon::BalloonDevice;
 use crate::devices::virtio::mmio::MmioTransport;
 
-use super::free_pages::Question;
+use super::free_pages::{Question, Wish};
 
 /// State of the balloon behind `transport`.
 pub(super) fn info(transport: &MmioTransport<BalloonDevice>) -> BalloonInfo {
@@ -146,7 +146,15 @@ impl Vm {
     }
 
     pub(super) fn free_pages(&self, request: FreePagesRequest) -> Result<Outcome, ControlError> {
-        let ask = |transport: &SharedTransport| Question::ask(request, transport, &self.ram);
+        self.ask(Wish::Names(request))
+    }
+
+    pub(super) fn reclaim(&self, request: ReclaimRequest) -> Result<Outcome, ControlError> {
+        self.ask(Wish::Reports(request))
+    }
+
+    fn ask(&self, wish: Wish) -> Result<Outcome, ControlError> {
+        let ask = |transport: &SharedTransport| Question::ask(wish, transport, &self.ram);
         let question = self.with_answering_balloon("its free pages", ask)?;
         Ok(Outcome::Await(question.wait()))
     }

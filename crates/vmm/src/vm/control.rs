@@ -59,6 +59,7 @@ impl Machine for Vm {
                 Document::Balloon(self.balloon_info()?)
             }
             Operation::FreePages(request) => return self.free_pages(request),
+            Operation::Reclaim(request) => return self.reclaim(request),
             Operation::HintRun(run) => Document::HintRun(self.hint_run(run)?),
             Operation::Disks => Document::Disks(self.disks()),
             Operation::ResizeDisk(change) => {

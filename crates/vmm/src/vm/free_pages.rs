@@ -1,78 +1,99 @@
-//! Requests for the guest's free pages, on behalf of the API.
+//! Requests about the guest's free pages, on behalf of the API.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_abi::Order;
 use ebb_abi::balloon::QueueKind;
-use ebb_balloon::{BalloonError, FreePageCollector, HintEnd};
+use ebb_balloon::{Balloon, BalloonError, FreePageCollector, HintEnd};
+use ebb_guest_ram::GuestRam;
 
 use super::{SharedTransport, lock};
 use crate::api::control::{ControlError, Document, TimeLeft, Wait};
 use crate::api::free_pages::{
-    FreeBlocks, FreePagesReport, FreePagesRequest, FreePagesStatus, MessageEncodings,
+    FreeBlocks, FreePagesReport, FreePagesRequest, MessageEncodings, ReclaimReport, ReclaimRequest,
+    RequestStatus,
 };
+
+/// What the guest is to do with its free pages.
+#[derive(Clone, Copy)]
+pub(super) enum Wish {
+    /// Name them.
+    Names(FreePagesRequest),
+    /// Report them.
+    Reports(ReclaimRequest),
+}
 
 /// A request in progress.
 pub(super) struct Question {
     transport: SharedTransport,
+    ram: Arc<GuestRam>,
     collector: FreePageCollector,
     request_id: u64,
-    request: FreePagesRequest,
-    memory_bytes: u64,
+    wish: Wish,
+    before: Before,
     asked_at: Instant,
+}
+
+/// Figures from before a request.
+struct Before {
+    reported_bytes: u64,
+    resident_bytes: u64,
 }
 
 impl Question {
     /// Sends the request. The device is locked only for that.
     pub(super) fn ask(
-        request: FreePagesRequest,
+        wish: Wish,
         transport: &SharedTransport,
-        ram: &ebb_guest_ram::GuestRam,
+        ram: &Arc<GuestRam>,
     ) -> Result<Self, ControlError> {
         let collector = FreePageCollector::new(ram);
+        let resident_bytes = ram.resident_bytes().unwrap_or(0);
         let asked_at = Instant::now();
         let mut locked = lock(transport);
         let device = locked.device_mut();
-        let (request_id, mut interrupt) = device
-            .request_free_pages(Order(request.min_order), Box::new(collector.clone()))
-            .map_err(|error| refused(&error))?;
+        let before = Before { reported_bytes: reported_bytes(device.balloon()), resident_bytes };
+        let sink = Box::new(collector.clone());
+        let asked = match wish {
+            Wish::Names(request) => device.request_free_pages(Order(request.min_order), sink),
+            Wish::Reports(request) => device.request_report(Order(request.min_order), sink),
+        };
+        let (request_id, mut interrupt) = asked.map_err(|error| refused(wish, &error))?;
         let balloon = device.balloon_mut();
         // Statistics for comparison; guests without them are asked for free pages all the same.
-        if balloon.queue_index(QueueKind::Statistics).is_some() {
+        if matches!(wish, Wish::Names(_)) && balloon.queue_index(QueueKind::Statistics).is_some() {
             interrupt |= balloon.request_statistics();
         }
         if interrupt {
             locked.interrupt_used();
         }
-        Ok(Self {
-            transport: transport.clone(),
-            collector,
-            request_id,
-            request,
-            memory_bytes: ram.size_bytes(),
-            asked_at,
-        })
+        drop(locked);
+        let (transport, ram) = (transport.clone(), ram.clone());
+        Ok(Self { transport, ram, collector, request_id, wish, before, asked_at })
     }
 
     /// Waits for the answer; the request is withdrawn after the time limit.
     pub(super) fn wait(self) -> Wait {
-        let deadline = self.asked_at + Duration::from_millis(self.request.timeout_ms);
-        Wait::until(deadline, move |left| {
-            let report = match left {
+        let timeout_ms = match self.wish {
+            Wish::Names(request) => request.timeout_ms,
+            Wish::Reports(request) => request.timeout_ms,
+        };
+        Wait::until(self.asked_at + Duration::from_millis(timeout_ms), move |left| {
+            Some(Ok(match left {
                 TimeLeft::Some => self.report()?,
                 TimeLeft::None => self.give_up(),
-            };
-            Some(Ok(Document::FreePages(report)))
+            }))
         })
     }
 
     /// The guest's answer, once it is complete; `None` before.
-    fn report(&self) -> Option<FreePagesReport> {
+    fn report(&self) -> Option<Document> {
         self.collector.answer().end.map(|(end, ended_at)| self.describe(end, ended_at))
     }
 
     /// Withdraws the request, unless it has just ended; returns the answer so far.
-    fn give_up(&self) -> FreePagesReport {
+    fn give_up(&self) -> Document {
         self.withdraw();
         let (end, ended_at) =
             self.collector.answer().end.unwrap_or((HintEnd::Cancelled, Instant::now()));
@@ -81,12 +102,45 @@ impl Question {
 
     fn withdraw(&self) {
         let mut transport = lock(&self.transport);
-        if transport.device_mut().cancel_free_pages(self.request_id) {
+        if transport.device_mut().cancel_request(self.request_id) {
             transport.interrupt_used();
         }
     }
 
-    fn describe(&self, end: HintEnd, ended_at: Instant) -> FreePagesReport {
+    fn describe(&self, end: HintEnd, ended_at: Instant) -> Document {
+        let status = match end {
+            HintEnd::Complete => RequestStatus::Done,
+            HintEnd::Aborted => RequestStatus::Aborted,
+            HintEnd::Cancelled => RequestStatus::Timeout,
+            HintEnd::Reset => RequestStatus::Reset,
+        };
+        let elapsed = ended_at.saturating_duration_since(self.asked_at);
+        let elapsed_us = u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX);
+        match self.wish {
+            Wish::Names(request) => {
+                Document::FreePages(self.describe_names(request, status, elapsed_us))
+            }
+            Wish::Reports(request) => {
+                let reported_bytes = reported_bytes(lock(&self.transport).device().balloon());
+                Document::Reclaim(ReclaimReport {
+                    request_id: self.request_id,
+                    status,
+                    min_order: request.min_order,
+                    reported_bytes: reported_bytes.saturating_sub(self.before.reported_bytes),
+                    resident_before_bytes: self.before.resident_bytes,
+                    resident_bytes: self.ram.resident_bytes().unwrap_or(0),
+                    elapsed_us,
+                })
+            }
+        }
+    }
+
+    fn describe_names(
+        &self,
+        request: FreePagesRequest,
+        status: RequestStatus,
+        elapsed_us: u64,
+    ) -> FreePagesReport {
         let (summary, answer) = (self.collector.summary(), self.collector.answer());
         let statistics = lock(&self.transport).device().balloon().statistics();
         let free_memory_bytes = statistics.values.free_memory_bytes;
@@ -101,20 +155,15 @@ impl Question {
         let encodings = answer.encodings;
         FreePagesReport {
             request_id: self.request_id,
-            status: match end {
-                HintEnd::Complete => FreePagesStatus::Done,
-                HintEnd::Aborted => FreePagesStatus::Aborted,
-                HintEnd::Cancelled => FreePagesStatus::Timeout,
-                HintEnd::Reset => FreePagesStatus::Reset,
-            },
-            min_order: self.request.min_order,
+            status,
+            min_order: request.min_order,
             bytes: summary.bytes,
             blocks: summary.blocks.iter().sum(),
             ranges: summary.ranges,
             largest_range_bytes: summary.largest_range_bytes,
             by_order,
             poisoned_bytes: answer.poisoned_bytes,
-            memory_bytes: self.memory_bytes,
+            memory_bytes: self.ram.size_bytes(),
             free_memory_bytes,
             free_memory_age_ms: statistics.age_ms.filter(|_| free_memory_bytes.is_some()),
             coverage_percent: free_memory_bytes
@@ -128,20 +177,27 @@ impl Question {
             },
             message_bytes: answer.message_bytes,
             translate_ns: answer.translate_ns,
-            elapsed_us: u64::try_from(
-                ended_at.saturating_duration_since(self.asked_at).as_micros(),
-            )
-            .unwrap_or(u64::MAX),
+            elapsed_us,
         }
     }
 }
 
+/// Memory that the guest has reported, in bytes.
+fn reported_bytes(balloon: &Balloon) -> u64 {
+    balloon.counters().reporting.bytes
+}
+
 /// The error for a refused request.
-fn refused(error: &BalloonError) -> ControlError {
-    match error {
-        BalloonError::RequestActive => {
+fn refused(wish: Wish, error: &BalloonError) -> ControlError {
+    match (wish, error) {
+        (_, BalloonError::RequestActive) => {
             ControlError::wrong_state(error.to_string(), "ask again when it has answered")
         }
+        (Wish::Reports(_), _) => ControlError::wrong_state(
+            "the guest's balloon driver cannot report its free pages on request",
+            "start with --balloon reporting=on,host_requests=on and use a driver that supports \
+             this, such as ebb_balloon; other drivers report by themselves, within seconds",
+        ),
         _ => ControlError::wrong_state(
             "the guest's balloon driver has not negotiated host requests",
             "start with --balloon host_requests=on and use a driver that supports them, such as \

@@ -116,15 +116,22 @@ fn a_client_may_leave_while_the_guest_is_asked() {
 fn free_pages_are_named_and_a_silent_request_is_withdrawn() {
     let served = serve(Mood::Willing);
     let report: FreePagesReport = served.client().put("/balloon/free-pages").unwrap();
-    assert_eq!(
-        (report.status, report.min_order, report.bytes),
-        (FreePagesStatus::Done, 0, 6 << 20)
-    );
+    assert_eq!((report.status, report.min_order, report.bytes), (RequestStatus::Done, 0, 6 << 20));
     served.vm.state().mood = Mood::Silent;
     let body = json!({ "min_order": 9, "timeout_ms": 20 });
     let report: FreePagesReport = served.client().put_json("/balloon/free-pages", &body).unwrap();
-    assert_eq!((report.status, report.min_order), (FreePagesStatus::Timeout, 9));
+    assert_eq!((report.status, report.min_order), (RequestStatus::Timeout, 9));
     served.vm.wait_for_questions(0);
+}
+
+#[test]
+fn free_pages_are_reported_on_request() {
+    let served = serve(Mood::Willing);
+    let report: ReclaimReport = served.client().put("/balloon/reclaim").unwrap();
+    assert_eq!((report.status, report.min_order), (RequestStatus::Done, 9));
+    let body = json!({ "min_order": 0 });
+    let report: ReclaimReport = served.client().put_json("/balloon/reclaim", &body).unwrap();
+    assert_eq!(report.min_order, 0);
 }
 
 #[test]

@@ -141,7 +141,7 @@ pub struct TestVm {
 struct Question(Arc<Shared>, FreePagesRequest);
 
 impl Question {
-    fn describe(&self, status: FreePagesStatus) -> FreePagesReport {
+    fn describe(&self, status: RequestStatus) -> FreePagesReport {
         let block = FreeBlocks { order: 9, block_bytes: 2 << 20, blocks: 3, bytes: 6 << 20 };
         FreePagesReport {
             request_id: 7,
@@ -281,6 +281,18 @@ impl Machine for TestVm {
                 Document::Balloon(self.balloon()?)
             }
             Operation::FreePages(request) => return self.request_free_pages(request),
+            Operation::Reclaim(request) => {
+                drop(self.change(Needs::Balloon)?);
+                Document::Reclaim(ReclaimReport {
+                    request_id: 8,
+                    status: RequestStatus::Done,
+                    min_order: request.min_order,
+                    reported_bytes: 6 << 20,
+                    resident_before_bytes: 8 << 20,
+                    resident_bytes: 2 << 20,
+                    elapsed_us: 1000,
+                })
+            }
             Operation::HintRun(_) => return Err(ControlError::NoBalloon),
             Operation::Disks => Document::Disks(self.disks()?),
             Operation::ResizeDisk(change) => {
@@ -449,8 +461,8 @@ impl TestVm {
         Ok(Outcome::Await(Wait::until(deadline, move |left| {
             let is_willing = question.0.state().mood == Mood::Willing;
             let status = match left {
-                _ if is_willing => FreePagesStatus::Done,
-                TimeLeft::None => FreePagesStatus::Timeout,
+                _ if is_willing => RequestStatus::Done,
+                TimeLeft::None => RequestStatus::Timeout,
                 TimeLeft::Some => return None,
             };
             Some(Ok(Document::FreePages(question.describe(status))))

@@ -36,6 +36,7 @@ fn schemas() -> Map<String, Value> {
     replies.subschema_for::<BalloonInfo>();
     replies.subschema_for::<StatisticsDocument>();
     replies.subschema_for::<FreePagesReport>();
+    replies.subschema_for::<ReclaimReport>();
     replies.subschema_for::<MigrationStatus>();
     replies.subschema_for::<DisksInfo>();
     replies.subschema_for::<LimitsInfo>();
@@ -58,6 +59,7 @@ fn schemas() -> Map<String, Value> {
         request::<BalloonTarget>("BalloonTarget"),
         request::<StatisticsInterval>("StatisticsInterval"),
         request::<FreePagesRequest>("FreePagesRequest"),
+        request::<ReclaimRequest>("ReclaimRequest"),
         request::<DiskResize>("DiskResize"),
         request::<LimitsChange>("LimitsChange"),
         request::<NetChange>("NetChange"),

@@ -24,13 +24,21 @@ const _: () = {
 };
 
 const CANCEL: u16 = 4;
+const REPORT: u16 = 5;
 
 /// A request of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum HostRequest {
-    /// Report the free pages.
+    /// Name the free pages.
     FreePages {
         /// Number that every message of the answer repeats; not 0.
+        request_id: u64,
+        /// Binary logarithm of the size in bytes of the smallest block to name.
+        page_shift: u32,
+    },
+    /// Report the free pages on the reporting queue, then answer.
+    Report {
+        /// Number that the answer repeats; not 0.
         request_id: u64,
         /// Binary logarithm of the size in bytes of the smallest block to report.
         page_shift: u32,
@@ -74,7 +82,9 @@ impl HostRequest {
     /// The request's number.
     pub const fn request_id(self) -> u64 {
         match self {
-            Self::FreePages { request_id, .. } | Self::Cancel { request_id } => request_id,
+            Self::FreePages { request_id, .. }
+            | Self::Report { request_id, .. }
+            | Self::Cancel { request_id } => request_id,
         }
     }
 
@@ -82,6 +92,7 @@ impl HostRequest {
     pub fn to_bytes(self) -> [u8; REQUEST_BYTES] {
         let (command, page_shift) = match self {
             Self::FreePages { page_shift, .. } => (FREE_PAGES, page_shift as u16),
+            Self::Report { page_shift, .. } => (REPORT, page_shift as u16),
             Self::Cancel { .. } => (CANCEL, 0),
         };
         let mut bytes = [0; REQUEST_BYTES];
@@ -101,10 +112,11 @@ impl HostRequest {
         let reserved = u32::from_le_bytes(field(&bytes, offset_of!(Wire, reserved)));
         let request_id = u64::from_le_bytes(field(&bytes, offset_of!(Wire, request_id)));
         let request = match u16::from_le_bytes(field(&bytes, offset_of!(Wire, command))) {
-            FREE_PAGES if !(PAGE_SHIFT..=MAX_PAGE_SHIFT).contains(&page_shift.into()) => {
+            FREE_PAGES | REPORT if !(PAGE_SHIFT..=MAX_PAGE_SHIFT).contains(&page_shift.into()) => {
                 return Err(RequestError::PageShift(page_shift));
             }
             FREE_PAGES => Self::FreePages { request_id, page_shift: page_shift.into() },
+            REPORT => Self::Report { request_id, page_shift: page_shift.into() },
             CANCEL if page_shift != 0 => return Err(RequestError::PageShift(page_shift)),
             CANCEL => Self::Cancel { request_id },
             other => return Err(RequestError::Command(other)),

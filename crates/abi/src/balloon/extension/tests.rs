@@ -124,10 +124,13 @@ fn each_field_of_a_request_is_checked() {
     assert_eq!(HostRequest::from_bytes(bytes(1, 12, 0, 1)), Err(RequestError::Command(1)));
     assert_eq!(HostRequest::from_bytes(bytes(3, 12, 0, 0)), Err(RequestError::RequestId));
     assert_eq!(HostRequest::from_bytes(bytes(3, 11, 0, 1)), Err(RequestError::PageShift(11)));
+    assert_eq!(HostRequest::from_bytes(bytes(5, 31, 0, 1)), Err(RequestError::PageShift(31)));
+    assert_eq!(HostRequest::from_bytes(bytes(6, 12, 0, 1)), Err(RequestError::Command(6)));
     assert_eq!(HostRequest::from_bytes(bytes(4, 12, 0, 1)), Err(RequestError::PageShift(12)));
     assert_eq!(HostRequest::from_bytes(bytes(4, 0, 1, 1)), Err(RequestError::Reserved(1 << 24)));
     for request in [
         HostRequest::FreePages { request_id: 5, page_shift: 30 },
+        HostRequest::Report { request_id: 5, page_shift: 12 },
         HostRequest::Cancel { request_id: 5 },
     ] {
         assert_eq!(HostRequest::from_bytes(request.to_bytes()), Ok(request));

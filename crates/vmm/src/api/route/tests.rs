@@ -4,7 +4,7 @@ use super::super::reply::Persistence;
 use super::*;
 use crate::api::balloon::{BalloonTarget, StatisticsInterval};
 use crate::api::disks::DiskResize;
-use crate::api::free_pages::FreePagesRequest;
+use crate::api::free_pages::{FreePagesRequest, ReclaimRequest};
 use crate::api::limits::{LimitsChange, RateLimits};
 use crate::api::merge::MergeRun;
 use crate::api::migration::{AtTimeLimit, FreePageChoice, MigrationRequest};
@@ -29,6 +29,8 @@ fn refused(method: &str, target: &str, body: &str) -> (u16, String) {
 fn finds_every_operation() {
     let free_pages =
         |min_order, timeout_ms| Operation::FreePages(FreePagesRequest { min_order, timeout_ms });
+    let reclaim =
+        |min_order, timeout_ms| Operation::Reclaim(ReclaimRequest { min_order, timeout_ms });
     let interval = |interval_seconds| {
         Operation::SetStatisticsInterval(StatisticsInterval { interval_seconds })
     };
@@ -122,6 +124,8 @@ fn finds_every_operation() {
             r#"{"min_order": 18, "timeout_ms": 60000}"#,
             free_pages(18, 60_000),
         ),
+        ("PUT", "/balloon/reclaim", "", reclaim(9, 5000)),
+        ("PUT", "/balloon/reclaim", r#"{"min_order": 0, "timeout_ms": 1}"#, reclaim(0, 1)),
         ("GET", "/metrics", "", Operation::Metrics),
     ] {
         assert_eq!(ask(method, target, body), Ok(operation), "{method} {target}");

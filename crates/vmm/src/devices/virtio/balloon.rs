@@ -50,6 +50,7 @@ pub struct BalloonDevice {
 }
 
 fn features(config: &BalloonDeviceConfig) -> Features {
+    let both = |one: Switch, other: Switch| if one.is_on() { other } else { Switch::Off };
     let optional = [
         (Feature::StatisticsQueue, config.statistics),
         (Feature::DeflateOnOom, config.deflate_on_oom),
@@ -59,6 +60,7 @@ fn features(config: &BalloonDeviceConfig) -> Features {
         (Feature::PageBitmap, config.page_bitmap),
         (Feature::PageRanges, config.page_ranges),
         (Feature::HostRequest, config.host_requests),
+        (Feature::ReportRequest, both(config.host_requests, config.reporting)),
     ];
     optional
         .into_iter()
@@ -104,10 +106,21 @@ impl BalloonDevice {
         Ok((self.balloon.last_request_id(), interrupt))
     }
 
+    /// Requests that the guest reports its free pages at once; `sink` receives the end. Returns as
+    /// [`request_free_pages`](Self::request_free_pages) does.
+    pub fn request_report(
+        &mut self,
+        smallest: Order,
+        sink: Box<dyn HintSink>,
+    ) -> Result<(u64, bool), BalloonError> {
+        let interrupt = self.balloon.request_report(smallest, sink)?;
+        Ok((self.balloon.last_request_id(), interrupt))
+    }
+
     /// Withdraws the request with this number, unless it has ended; `true` if the driver must be
     /// interrupted.
-    pub fn cancel_free_pages(&mut self, request_id: u64) -> bool {
-        self.balloon.last_request_id() == request_id && self.balloon.cancel_free_pages()
+    pub fn cancel_request(&mut self, request_id: u64) -> bool {
+        self.balloon.last_request_id() == request_id && self.balloon.cancel_request()
     }
 
     /// Starts to request statistics at this interval; `None` stops the requests.

@@ -50,7 +50,7 @@ impl Machine {
 
     fn ask(&self, min_order: u8) -> Result<Question, ControlError> {
         Question::ask(
-            FreePagesRequest { min_order, ..FreePagesRequest::default() },
+            Wish::Names(FreePagesRequest { min_order, ..FreePagesRequest::default() }),
             &self.transport,
             &self.guest.ram,
         )
@@ -75,6 +75,14 @@ fn refusal(result: Result<Question, ControlError>) -> String {
     }
 }
 
+/// The answer in a document.
+fn named(document: Option<Document>) -> Option<FreePagesReport> {
+    document.map(|document| match document {
+        Document::FreePages(report) => report,
+        other => panic!("{other:?}"),
+    })
+}
+
 #[test]
 fn free_pages_named_by_the_guest_are_reported() {
     let mut machine = Machine::new(ALL);
@@ -83,16 +91,16 @@ fn free_pages_named_by_the_guest_are_reported() {
     assert_eq!(machine.interrupts(), 1);
     let request = HostRequest::FreePages { request_id: 1, page_shift: 21 };
     assert_eq!(machine.guest.request_in(buffer), Some(request));
-    assert_eq!(question.report(), None);
+    assert_eq!(named(question.report()), None);
     machine.answer(1, AnswerStatus::More, &[PageRange::new(Pfn(1024), 1024)]);
-    assert_eq!(question.report(), None);
+    assert_eq!(named(question.report()), None);
     machine.answer(
         1,
         AnswerStatus::Done,
         &[PageRange::new(Pfn(2048), 512), PageRange::new(Pfn(1024), 512)],
     );
-    let report = question.report().unwrap();
-    assert_eq!((report.request_id, report.status, report.min_order), (1, FreePagesStatus::Done, 9));
+    let report = named(question.report()).unwrap();
+    assert_eq!((report.request_id, report.status, report.min_order), (1, RequestStatus::Done, 9));
     assert_eq!((report.bytes, report.ranges, report.largest_range_bytes), (6 << 20, 1, 6 << 20));
     let block =
         |order, block_bytes| FreeBlocks { order, block_bytes, blocks: 1, bytes: block_bytes };
@@ -116,8 +124,8 @@ fn it_is_compared_with_the_statistics() {
     machine.guest.offer(QueueKind::Statistics, &[statistics]);
     machine.kick(QueueKind::Statistics);
     machine.answer(1, AnswerStatus::Aborted, &[PageRange::new(Pfn(1024), 512)]);
-    let report = question.report().unwrap();
-    assert_eq!((report.status, report.bytes), (FreePagesStatus::Aborted, 2 << 20));
+    let report = named(question.report()).unwrap();
+    assert_eq!((report.status, report.bytes), (RequestStatus::Aborted, 2 << 20));
     assert_eq!((report.free_memory_bytes, report.coverage_percent), (Some(8 << 20), Some(25.0)));
     assert!(report.free_memory_age_ms.is_some());
 }
@@ -129,17 +137,17 @@ fn a_late_answer_is_withdrawn() {
     let question = machine.ask(0).unwrap();
     let next = machine.leave_buffer();
     machine.answer(1, AnswerStatus::More, &[PageRange::new(Pfn(1024), 8)]);
-    let report = question.give_up();
-    assert_eq!((report.status, report.bytes), (FreePagesStatus::Timeout, 8 * 4096));
+    let report = named(Some(question.give_up())).unwrap();
+    assert_eq!((report.status, report.bytes), (RequestStatus::Timeout, 8 * 4096));
     assert_eq!(machine.guest.request_in(next), Some(HostRequest::Cancel { request_id: 1 }));
     machine.answer(1, AnswerStatus::Done, &[PageRange::new(Pfn(2048), 8)]);
-    assert_eq!(question.report().map(|report| report.bytes), Some(8 * 4096));
+    assert_eq!(named(question.report()).map(|report| report.bytes), Some(8 * 4096));
     // It has ended: dropping it withdraws nothing of the next one.
     let other = machine.ask(0).unwrap();
     drop(question);
     machine.leave_buffer();
     machine.answer(2, AnswerStatus::Done, &[]);
-    assert_eq!(other.report().map(|report| report.status), Some(FreePagesStatus::Done));
+    assert_eq!(named(other.report()).map(|report| report.status), Some(RequestStatus::Done));
 }
 
 #[test]
@@ -153,7 +161,7 @@ fn one_request_at_a_time_and_dropping_it_withdraws_it() {
     assert_eq!(machine.guest.request_in(next), Some(HostRequest::Cancel { request_id: 1 }));
     let question = machine.ask(0).unwrap();
     lock(&machine.transport).device_mut().reset();
-    assert_eq!(question.report().map(|report| report.status), Some(FreePagesStatus::Reset));
+    assert_eq!(named(question.report()).map(|report| report.status), Some(RequestStatus::Reset));
 }
 
 #[test]
@@ -162,4 +170,34 @@ fn a_driver_without_host_requests_is_not_asked() {
     assert!(refusal(machine.ask(0)).contains("has not negotiated host requests"));
     lock(&machine.transport).device_mut().reset();
     refusal(machine.ask(0));
+}
+
+#[test]
+fn reported_memory_is_at_the_host_before_the_answer() {
+    let mut machine = Machine::new(ALL);
+    let buffer = machine.leave_buffer();
+    let wish = Wish::Reports(ReclaimRequest::default());
+    let question = Question::ask(wish, &machine.transport, &machine.guest.ram).unwrap();
+    let request = HostRequest::Report { request_id: 1, page_shift: 21 };
+    assert_eq!(machine.guest.request_in(buffer), Some(request));
+    machine.guest.mark(PageRange::new(Pfn(1024), 1024));
+    let block = Buffer { address: Pfn(1024).address(), length: 2 << 20, writable: true };
+    machine.guest.offer(QueueKind::Reporting, &[block]);
+    machine.kick(QueueKind::Reporting);
+    assert!(question.report().is_none());
+    // Pages in the answer are not looked at.
+    machine.answer(1, AnswerStatus::Done, &[PageRange::new(Pfn(1536), 512)]);
+    let Some(Document::Reclaim(report)) = question.report() else { panic!("no answer") };
+    assert_eq!((report.request_id, report.status, report.min_order), (1, RequestStatus::Done, 9));
+    assert_eq!(report.reported_bytes, 2 << 20);
+    assert!(machine.guest.unmarked(PageRange::new(Pfn(1024), 1024)).len() == 512);
+}
+
+#[test]
+fn a_driver_that_cannot_report_on_request_is_not_asked() {
+    let machine = Machine::new(ALL.without(Feature::ReportRequest));
+    let wish = Wish::Reports(ReclaimRequest::default());
+    let asked = Question::ask(wish, &machine.transport, &machine.guest.ram);
+    assert!(refusal(asked).contains("report its free pages on request"));
+    assert!(machine.ask(0).is_ok());
 }

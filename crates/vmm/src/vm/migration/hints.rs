@@ -88,7 +88,7 @@ impl FreePages {
     fn withdraw(&mut self) {
         if let Some((Way::Query, request_id)) = self.asked {
             let mut transport = lock(&self.transport);
-            if transport.device_mut().cancel_free_pages(request_id) {
+            if transport.device_mut().cancel_request(request_id) {
                 transport.interrupt_used();
             }
         }

@@ -177,8 +177,8 @@ fn a_snapshot_of_a_driver_with_the_extension_continues() {
     assert_eq!(machine.ask(), Ok((2, true)));
     let request = HostRequest::FreePages { request_id: 2, page_shift: 12 };
     assert_eq!(machine.guest.request_in(buffer), Some(request));
-    assert!(!machine.transport.device_mut().cancel_free_pages(1));
-    machine.transport.device_mut().cancel_free_pages(2);
+    assert!(!machine.transport.device_mut().cancel_request(1));
+    machine.transport.device_mut().cancel_request(2);
     machine.leave_request_buffer();
     machine.report(PageRange::new(Pfn(2048), 512));
     assert_eq!(machine.discarded_bytes(), 512 * 4096);
