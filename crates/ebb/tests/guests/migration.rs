@@ -57,7 +57,9 @@ fn everything_goes_on(scene: &Scene) {
     guest.inflate_to(64 * MIB);
     // A program that runs during all migrations.
     let argv =
-        ["/bin/busybox", "sh", "-c", "sleep 25; echo still here"].map(str::to_owned).to_vec();
+        ["/bin/busybox", "sh", "-c", "until [ -e /tmp/go ]; do sleep 0.2; done; echo still here"]
+            .map(str::to_owned)
+            .to_vec();
     let program = guest.send(Command::Exec { argv });
     guest.wait_started(program);
     let memory_bytes = guest.vm().memory_bytes;
@@ -70,6 +72,8 @@ fn everything_goes_on(scene: &Scene) {
     // All held memory and little more: the balloon's 64 MiB and untouched memory are not sent.
     let sent = number(&report, "bytes_sent");
     assert!((64 * MIB..256 * MIB).contains(&sent), "{report}");
+    assert_eq!(guest.poll(program), None);
+    guest.write_file("/tmp/go", "");
     assert_eq!(guest.outcome(program).unwrap()["stdout"], "still here\n");
     assert_eq!(guest.read_file("/tmp/note"), "written before");
     assert_eq!(guest.acpi_events(), events, "a machine that moves remains the same one");

@@ -57,7 +57,7 @@ fn everything_goes_on(scene: &Scene) {
     let vm = guest.vm();
     let events = guest.acpi_events();
     // A program that continues after the restore.
-    let line = "sleep 4; echo still here";
+    let line = "until [ -e /tmp/go ]; do sleep 0.2; done; echo still here";
     let argv = ["/bin/busybox", "sh", "-c", line].map(str::to_owned).to_vec();
     let program = guest.send(Command::Exec { argv });
     guest.wait_started(program);
@@ -71,6 +71,8 @@ fn everything_goes_on(scene: &Scene) {
 
     let image = format!("path={}", disk.display());
     let mut guest = Restore::new(scene, &file).args(["--verify", "--disk", &image]).start();
+    assert_eq!(guest.poll(program), None);
+    guest.write_file("/tmp/go", "");
     assert_eq!(guest.outcome(program).unwrap()["stdout"], "still here\n");
     assert_eq!(guest.read_file("/tmp/note"), "written before");
     assert_eq!(guest.acpi_events(), events + 1, "a new generation is announced once");
