@@ -4,6 +4,7 @@ use crate::LabError;
 use crate::harness::experiment::Experiment;
 
 pub mod boot;
+pub mod churn;
 pub mod clock;
 pub mod density;
 pub mod disk;
@@ -17,11 +18,12 @@ pub mod network;
 pub mod numa_merge;
 
 /// All experiments, in the order of the list.
-pub static ALL: [&Experiment; 12] = [
+pub static ALL: [&Experiment; 13] = [
     &density::DENSITY,
     &memhog::MEMHOG,
     &inflate::INFLATE,
     &free_pages::FREE_PAGES,
+    &churn::CHURN,
     &migrate::MIGRATE,
     &faults::FAULTS,
     &clock::CLOCK,

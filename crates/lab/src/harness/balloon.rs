@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ebb_vmm::api::{
-    BalloonInfo, Client, ClientError, FreePagesReport, MergeChange, MergeInfo, TrimReport,
+    BalloonInfo, Client, ClientError, FreePagesReport, MergeChange, MergeInfo, ReclaimReport,
+    TrimReport,
 };
 use serde_json::{Value, json};
 
@@ -165,6 +166,16 @@ impl Balloon {
         let client = self.api("free pages")?;
         let body = json!({ "min_order": min_order, "timeout_ms": FREE_PAGES_LIMIT_MS });
         client.put_json("/balloon/free-pages", &body).map_err(BalloonError::Api)
+    }
+
+    /// Has the guest report its free memory at once.
+    ///
+    /// # Errors
+    /// [`BalloonError`]; QEMU has no such thing.
+    pub fn reclaim(&mut self) -> Result<ReclaimReport, BalloonError> {
+        let client = self.api("reclaiming")?;
+        let body = json!({ "timeout_ms": FREE_PAGES_LIMIT_MS });
+        client.put_json("/balloon/reclaim", &body).map_err(BalloonError::Api)
     }
 
     /// The monitor's report on the merging of the guest's pages.

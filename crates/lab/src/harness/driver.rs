@@ -20,12 +20,18 @@ pub struct Module {
     pub encoding: Encoding,
     /// Size of the blocks that the balloon allocates.
     pub blocks: Blocks,
+    /// Least delay of early reports in milliseconds, 0 for none; `None` for the module's default.
+    pub report_delay_ms: Option<u32>,
 }
 
 impl Module {
     /// The module with everything at its default.
-    pub const DEFAULT: Self =
-        Self { tracker: Tracker::Reporting, encoding: Encoding::Auto, blocks: Blocks::Largest };
+    pub const DEFAULT: Self = Self {
+        tracker: Tracker::Reporting,
+        encoding: Encoding::Auto,
+        blocks: Blocks::Largest,
+        report_delay_ms: None,
+    };
 }
 
 /// How the module finds the pages that it reports.
@@ -100,25 +106,37 @@ impl Driver {
 
     /// Arguments for the guest's kernel that choose the driver.
     pub(crate) fn kernel_arguments(self) -> Option<String> {
-        let Self::Module(Module { tracker, encoding, blocks }) = self else { return None };
+        let Self::Module(Module { tracker, encoding, blocks, report_delay_ms }) = self else {
+            return None;
+        };
         let encoding = match encoding {
             Encoding::Auto => String::new(),
             _ => format!(" ebb_balloon.encoding={}", encoding.name()),
         };
         let blocks = if blocks == Blocks::SinglePages { " ebb_balloon.max_order=0" } else { "" };
-        let tracker = tracker.name();
-        Some(format!("ebb.balloon=ebb_balloon ebb_balloon.tracker={tracker}{encoding}{blocks}"))
+        let delay = report_delay_ms.map(|ms| format!(" ebb_balloon.report_delay_ms={ms}"));
+        let (tracker, delay) = (tracker.name(), delay.unwrap_or_default());
+        Some(format!(
+            "ebb.balloon=ebb_balloon ebb_balloon.tracker={tracker}{encoding}{blocks}{delay}"
+        ))
     }
 
     /// Description for a document.
     pub(crate) fn describe(self) -> Option<String> {
-        let Self::Module(Module { tracker, encoding, blocks }) = self else { return None };
+        let Self::Module(Module { tracker, encoding, blocks, report_delay_ms }) = self else {
+            return None;
+        };
         let encoding = match encoding {
             Encoding::Auto => String::new(),
             _ => format!(", encoding {}", encoding.name()),
         };
         let blocks = if blocks == Blocks::SinglePages { ", single pages" } else { "" };
-        Some(format!("driver ebb_balloon, tracker {}{encoding}{blocks}", tracker.name()))
+        let delay = match report_delay_ms {
+            None => String::new(),
+            Some(0) => ", no early reports".to_owned(),
+            Some(ms) => format!(", early reports after {ms} ms"),
+        };
+        Some(format!("driver ebb_balloon, tracker {}{encoding}{blocks}{delay}", tracker.name()))
     }
 }
 
@@ -142,11 +160,12 @@ mod tests {
             tracker: Tracker::Percpu,
             encoding: Encoding::Bitmap,
             blocks: Blocks::SinglePages,
+            report_delay_ms: Some(0),
         };
         assert_eq!(
             Driver::Module(all).kernel_arguments().unwrap(),
             "ebb.balloon=ebb_balloon ebb_balloon.tracker=percpu ebb_balloon.encoding=bitmap \
-             ebb_balloon.max_order=0"
+             ebb_balloon.max_order=0 ebb_balloon.report_delay_ms=0"
         );
         let read = CommandLine::new("quiet ebb.balloon=ebb_balloon ebb_balloon.tracker=percpu");
         assert_eq!(read.balloon_driver(), Ok(Driver::Module(all).in_guest()));

@@ -19,6 +19,8 @@ enum Source<F> {
     Values(Values<F>),
     /// Ratio of a series to the one that all are compared with, by this metric; above 1 if better.
     Ratio(&'static str),
+    /// Excess over the one that all are compared with, by this metric, in percent.
+    Excess(&'static str),
 }
 
 impl<F> Metric<F> {
@@ -81,6 +83,7 @@ impl<F> Metric<F> {
                     part(whole).map_or_else(Vec::new, &values)
                 }) as Box<_>),
                 Source::Ratio(of) => Source::Ratio(of),
+                Source::Excess(of) => Source::Excess(of),
             };
         Metric { info: self.info, source }
     }
@@ -88,6 +91,12 @@ impl<F> Metric<F> {
     /// Ratio of a series to the base of [`compare`] by the metric `of`; above 1 if better.
     pub fn ratio(name: &str, title: impl Into<String>, of: &'static str) -> Self {
         Self::new((name, title, ""), Better::Higher, Source::Ratio(of))
+    }
+
+    /// Percent by which a series is above the base of [`compare`] by the metric `of`, of which a
+    /// lower value is better.
+    pub fn excess(name: &str, title: impl Into<String>, of: &'static str) -> Self {
+        Self::new((name, title, "%"), Better::Lower, Source::Excess(of))
     }
 }
 
@@ -102,7 +111,7 @@ pub fn measure<F>(metrics: &[Metric<F>], found: &F, series: &mut Series) {
     for Metric { info, source } in metrics {
         let values = match source {
             Source::Values(values) => values(found),
-            Source::Ratio(_) => Vec::new(),
+            Source::Ratio(_) | Source::Excess(_) => Vec::new(),
         };
         let bound = |part| quantile(values.iter().copied(), part).map(rounded);
         if let (Some(low), Some(high), 2..) = (bound(0.0), bound(1.0), values.len())
@@ -122,14 +131,18 @@ pub fn compare<F>(metrics: &[Metric<F>], base: &str, all: &mut [Series]) {
     let Some(base) = all.iter().find(|series| series.name == base).cloned() else { return };
     for series in all {
         for Metric { info, source } in metrics {
-            let Source::Ratio(of) = source else { continue };
+            let (Source::Ratio(of) | Source::Excess(of)) = source else { continue };
             let better = metrics.iter().find(|metric| metric.info.name == *of);
             let value = |of_series: &Series| {
                 of_series.metrics.get(*of).copied().flatten().filter(|value| *value > 0.0)
             };
             let ratio = value(series).zip(value(&base)).map(|(this, base)| {
                 let higher = better.is_some_and(|metric| metric.info.better == Better::Higher);
-                rounded(if higher { this / base } else { base / this })
+                rounded(match source {
+                    Source::Excess(_) => (this / base - 1.0) * 100.0,
+                    _ if higher => this / base,
+                    _ => base / this,
+                })
             });
             series.metrics.insert(info.name.clone(), ratio);
             let overlap = series.spread.get(*of).zip(base.spread.get(*of)).filter(

@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ebb_vmm::api::{FreePagesReport, TrimReport};
+use ebb_vmm::api::{FreePagesReport, ReclaimReport, RequestStatus, TrimReport};
 
 use super::Testbed;
 use crate::LabError;
@@ -123,6 +123,21 @@ impl Testbed<'_> {
     /// [`LabError::Guest`] when the monitor refuses, as it does without Ebb's driver in the guest.
     pub fn free_pages(&mut self, guest: u32, min_order: u8) -> Result<FreePagesReport, LabError> {
         self.through(guest, |balloon| balloon.free_pages(min_order))
+    }
+
+    /// Has a guest report its free memory at once, all of it.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when the monitor refuses, as it does without Ebb's driver in the guest, or
+    /// the answer is not complete.
+    pub fn reclaim(&mut self, guest: u32) -> Result<ReclaimReport, LabError> {
+        self.events.step(guest, "reports its free memory on request");
+        let report = self.through(guest, Balloon::reclaim)?;
+        if report.status != RequestStatus::Done {
+            let what = format!("its answer ended as {:?}", report.status);
+            return Err(LabError::unexpected(guest, what));
+        }
+        Ok(report)
     }
 
     /// Sets the target of a guest's balloon, and waits until the balloon reaches it and the guest's
