@@ -39,6 +39,7 @@ mod migration;
 mod migration_refused;
 mod migration_unknown;
 mod module;
+mod module_alone;
 mod module_kernel;
 mod module_recordings;
 mod module_support;
@@ -66,7 +67,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 37] = [
+const TESTS: [&[Test]; 38] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -83,6 +84,7 @@ const TESTS: [&[Test]; 37] = [
     firecracker::TESTS,
     driver::TESTS,
     module::TESTS,
+    module_alone::TESTS,
     module_kernel::TESTS,
     module_recordings::TESTS,
     module_trackers::TESTS,

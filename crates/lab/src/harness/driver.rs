@@ -1,4 +1,5 @@
-//! The guest's driver of the balloon: Linux's own, or the module `ebb_balloon` with its settings.
+//! The guest's driver of the balloon: Linux's own, or the module `ebb_balloon` with its settings,
+//! with or without the module `ebb_trackers`.
 
 use ebb_agent::command_line::BalloonDriver;
 
@@ -20,12 +21,27 @@ pub struct Module {
     pub encoding: Encoding,
     /// Size of the blocks that the balloon allocates.
     pub blocks: Blocks,
+    /// Whether the trackers of `ebb_trackers` can be used.
+    pub trackers: Trackers,
+}
+
+/// Modules that the guest loads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trackers {
+    /// Only the driver, with the kernel's own page reporting.
+    OfDriver,
+    /// Also `ebb_trackers` (guest/linux/ebb_trackers).
+    All,
 }
 
 impl Module {
     /// The module with everything at its default.
-    pub const DEFAULT: Self =
-        Self { tracker: Tracker::Reporting, encoding: Encoding::Auto, blocks: Blocks::Largest };
+    pub const DEFAULT: Self = Self {
+        tracker: Tracker::Reporting,
+        encoding: Encoding::Auto,
+        blocks: Blocks::Largest,
+        trackers: Trackers::OfDriver,
+    };
 }
 
 /// How the module finds the pages that it reports.
@@ -87,7 +103,16 @@ pub enum Blocks {
 impl Driver {
     /// The module with this tracker.
     pub const fn tracking(tracker: Tracker) -> Self {
-        Self::Module(Module { tracker, ..Module::DEFAULT })
+        let trackers = match tracker {
+            Tracker::Off | Tracker::Reporting => Trackers::OfDriver,
+            Tracker::Percpu | Tracker::Bitmap => Trackers::All,
+        };
+        Self::Module(Module { tracker, trackers, ..Module::DEFAULT })
+    }
+
+    /// The module without a tracker, in guests that switch to any of them.
+    pub const fn switching() -> Self {
+        Self::Module(Module { tracker: Tracker::Off, trackers: Trackers::All, ..Module::DEFAULT })
     }
 
     /// The agent's value for it.
@@ -100,19 +125,24 @@ impl Driver {
 
     /// Arguments for the guest's kernel that choose the driver.
     pub(crate) fn kernel_arguments(self) -> Option<String> {
-        let Self::Module(Module { tracker, encoding, blocks }) = self else { return None };
+        let Self::Module(Module { tracker, encoding, blocks, trackers }) = self else {
+            return None;
+        };
         let encoding = match encoding {
             Encoding::Auto => String::new(),
             _ => format!(" ebb_balloon.encoding={}", encoding.name()),
         };
         let blocks = if blocks == Blocks::SinglePages { " ebb_balloon.max_order=0" } else { "" };
+        let trackers = if trackers == Trackers::All { " ebb.trackers" } else { "" };
         let tracker = tracker.name();
-        Some(format!("ebb.balloon=ebb_balloon ebb_balloon.tracker={tracker}{encoding}{blocks}"))
+        Some(format!(
+            "ebb.balloon=ebb_balloon{trackers} ebb_balloon.tracker={tracker}{encoding}{blocks}"
+        ))
     }
 
     /// Description for a document.
     pub(crate) fn describe(self) -> Option<String> {
-        let Self::Module(Module { tracker, encoding, blocks }) = self else { return None };
+        let Self::Module(Module { tracker, encoding, blocks, .. }) = self else { return None };
         let encoding = match encoding {
             Encoding::Auto => String::new(),
             _ => format!(", encoding {}", encoding.name()),
@@ -142,11 +172,12 @@ mod tests {
             tracker: Tracker::Percpu,
             encoding: Encoding::Bitmap,
             blocks: Blocks::SinglePages,
+            trackers: Trackers::All,
         };
         assert_eq!(
             Driver::Module(all).kernel_arguments().unwrap(),
-            "ebb.balloon=ebb_balloon ebb_balloon.tracker=percpu ebb_balloon.encoding=bitmap \
-             ebb_balloon.max_order=0"
+            "ebb.balloon=ebb_balloon ebb.trackers ebb_balloon.tracker=percpu \
+             ebb_balloon.encoding=bitmap ebb_balloon.max_order=0"
         );
         let read = CommandLine::new("quiet ebb.balloon=ebb_balloon ebb_balloon.tracker=percpu");
         assert_eq!(read.balloon_driver(), Ok(Driver::Module(all).in_guest()));
