@@ -6,13 +6,16 @@ FUZZ_SECONDS ?= 60
 LONG_RESULTS = docs/results/tests/long.json
 SCALE ?= demo
 
-# The guest's driver as a module, for the kernel of the virtual host and its guests: EBB_KERNEL or
-# the newest cloud kernel in /boot. The sources are linked into the build directory, because Kbuild
-# writes its output next to them.
+# The guest's driver and its trackers as modules, for the kernel of the virtual host and its guests:
+# EBB_KERNEL or the newest cloud kernel in /boot. The sources are linked into the build directory,
+# because Kbuild writes its output next to them.
 CLOUD_KERNEL = $(lastword $(shell ls /boot/vmlinuz-*-cloud-amd64 | sort -V))
 MODULE_KERNEL ?= $(patsubst vmlinuz-%,%,$(notdir $(or $(EBB_KERNEL),$(CLOUD_KERNEL))))
 MODULE_HEADERS = /lib/modules/$(MODULE_KERNEL)/build
-MODULE_SOURCES = $(wildcard $(addprefix guest/linux/ebb_balloon/,*.c *.h Kbuild))
+MODULES = ebb_balloon ebb_trackers
+MODULE_FOLDERS = . $(MODULES)
+MODULE_SOURCES = $(wildcard $(foreach folder,$(MODULE_FOLDERS),\
+	$(addprefix guest/linux/$(folder)/,*.c *.h Kbuild)))
 MODULE_DIRECTORY = target/ebb_balloon/$(MODULE_KERNEL)
 MODULE = $(MODULE_DIRECTORY)/ebb_balloon.ko
 
@@ -29,7 +32,8 @@ help:
 	@echo 'make build   the release programs in $(PROGRAMS):'
 	@echo '             ebb, ebb-lab, ebb-agent, ebb-guest-agent; and the module'
 	@echo 'make deb     the Debian packages ebb and ebb-guest-agent, in target/deb'
-	@echo 'make module  the balloon driver for guests: target/ebb_balloon/RELEASE/ebb_balloon.ko'
+	@echo 'make module  the balloon driver for guests and its trackers:'
+	@echo '             target/ebb_balloon/RELEASE/ebb_balloon.ko and ebb_trackers.ko'
 	@echo '             (MODULE_KERNEL=RELEASE)'
 	@echo 'make planted-bug  the monitor with a bug for the tests that exploit it'
 	@echo 'make bench   benchmarks of the balloon device, guest memory, migration and merging'
@@ -67,11 +71,13 @@ $(MODULE_HEADERS)/Module.symvers:
 # The links are recreated, so that deleted sources are not built. Object files are kept, and Kbuild
 # rebuilds only what has changed.
 $(MODULE): $(MODULE_SOURCES) $(MODULE_HEADERS)/Module.symvers
-	@mkdir -p $(MODULE_DIRECTORY)/build
+	@mkdir -p $(addprefix $(MODULE_DIRECTORY)/build/,$(MODULES))
 	@find $(MODULE_DIRECTORY)/build -type l -delete
-	@ln -s $(abspath $(MODULE_SOURCES)) $(MODULE_DIRECTORY)/build
+	@for source in $(MODULE_SOURCES:guest/linux/%=%); do \
+		ln -s $(abspath guest/linux)/$$source $(MODULE_DIRECTORY)/build/$$source; done
 	$(MAKE) -C $(MODULE_HEADERS) M=$(abspath $(MODULE_DIRECTORY)/build) modules
-	@strip --strip-debug -o $@ $(MODULE_DIRECTORY)/build/ebb_balloon.ko
+	@for module in $(MODULES); do strip --strip-debug -o $(MODULE_DIRECTORY)/$$module.ko \
+		$(MODULE_DIRECTORY)/build/$$module/$$module.ko || exit; done
 
 demo: deps build
 	@echo 'demo: capabilities of this machine'

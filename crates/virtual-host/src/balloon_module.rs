@@ -1,4 +1,5 @@
-//! Ebb's balloon driver for guests: a kernel module for one kernel release, built by `make module`.
+//! Ebb's balloon driver for guests and its trackers: two kernel modules for one kernel release,
+//! built by `make module`.
 
 use std::env;
 use std::fs;
@@ -10,15 +11,27 @@ use crate::error::HostError;
 pub const BALLOON_MODULE_VARIABLE: &str = "EBB_BALLOON_MODULE";
 /// Subdirectory of the build directory that contains a directory per kernel release.
 const BUILD_DIRECTORY: &str = "ebb_balloon";
-/// Name of the module file.
+/// File name of the driver.
 const FILE_NAME: &str = "ebb_balloon.ko";
+/// File name of the trackers, which are built beside the driver.
+const TRACKERS_FILE_NAME: &str = "ebb_trackers.ko";
 
-/// Path of the module in a guest.
+/// Path of the driver in a guest.
 pub fn path_in_guest(release: &str) -> String {
     format!("/lib/modules/{release}/extra/{FILE_NAME}")
 }
 
-/// The module for the kernel `release`: `chosen`, else `EBB_BALLOON_MODULE`, else
+/// Path of the trackers in a guest.
+pub fn trackers_path_in_guest(release: &str) -> String {
+    format!("/lib/modules/{release}/extra/{TRACKERS_FILE_NAME}")
+}
+
+/// The trackers beside a driver, if they are there.
+pub fn trackers_beside(driver: &Path) -> Option<PathBuf> {
+    Some(driver.with_file_name(TRACKERS_FILE_NAME)).filter(|path| path.is_file())
+}
+
+/// The driver for the kernel `release`: `chosen`, else `EBB_BALLOON_MODULE`, else
 /// `ebb_balloon/RELEASE/ebb_balloon.ko` in one of the running program's parent directories, such as
 /// cargo's `target`. `None` if no module is given or built.
 pub fn find(chosen: Option<&Path>, release: &str) -> Option<PathBuf> {
@@ -36,7 +49,7 @@ fn beside(program: &Path, release: &str) -> Option<PathBuf> {
         .find(|path| path.is_file())
 }
 
-/// Reads the module and checks that it is for the kernel `release`.
+/// Reads a module and checks that it is for the kernel `release`.
 pub fn read(path: &Path, release: &str) -> Result<Vec<u8>, HostError> {
     let content =
         fs::read(path).map_err(HostError::io(format!("cannot read {}", path.display())))?;
@@ -76,7 +89,10 @@ mod tests {
         assert_eq!(beside(&program, "6.1.0-56-cloud-amd64"), None);
         let module = built.join(FILE_NAME);
         fs::write(&module, b"").unwrap();
-        assert_eq!(beside(&program, "6.1.0-56-cloud-amd64"), Some(module));
+        assert_eq!(beside(&program, "6.1.0-56-cloud-amd64"), Some(module.clone()));
+        assert_eq!(trackers_beside(&module), None);
+        fs::write(built.join(TRACKERS_FILE_NAME), b"").unwrap();
+        assert_eq!(trackers_beside(&module), Some(built.join(TRACKERS_FILE_NAME)));
         assert_eq!(beside(&program, "6.1.0-9-cloud-amd64"), None);
     }
 

@@ -34,7 +34,7 @@ pub struct GuestImage {
     /// parameters.
     pub modules: Vec<String>,
     /// Ebb's balloon driver for this kernel; the agent loads it instead of the stock one if the
-    /// guest's command line requests it.
+    /// guest's command line requests it. Its trackers are included if they are beside it.
     pub balloon_module: Option<PathBuf>,
     /// Whether to include the real memhog.
     pub memhog: Inclusion,
@@ -96,6 +96,13 @@ pub fn build<W: Write>(image: &GuestImage, writer: W) -> Result<W, HostError> {
             0o644,
             &balloon_module::read(path, release)?,
         )?;
+        if let Some(path) = balloon_module::trackers_beside(path) {
+            archive.file(
+                balloon_module::trackers_path_in_guest(release),
+                0o644,
+                &balloon_module::read(&path, release)?,
+            )?;
+        }
     }
 
     let mut files = image.files.clone();

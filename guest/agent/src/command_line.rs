@@ -1,10 +1,14 @@
-//! The agent's arguments on the kernel's command line: the balloon driver and the parameters of
-//! modules.
+//! The agent's arguments on the kernel's command line: the balloon driver, its trackers and the
+//! parameters of modules.
 
 use serde::{Deserialize, Serialize};
 
 /// Prefix of the argument that selects the balloon driver.
 const BALLOON_WORD: &str = "ebb.balloon=";
+/// Argument that loads the trackers of Ebb's balloon driver after it.
+const TRACKERS_WORD: &str = "ebb.trackers";
+/// The module of the trackers.
+pub const TRACKERS_MODULE: &str = "ebb_trackers";
 
 /// A driver for the balloon device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,6 +56,11 @@ impl<'text> CommandLine<'text> {
         })
     }
 
+    /// Whether to load [`TRACKERS_MODULE`] after Ebb's balloon driver.
+    pub fn trackers(self) -> bool {
+        self.words().any(|word| word == TRACKERS_WORD)
+    }
+
     /// Parameters for `module` in the format of `insmod`, from all arguments
     /// `module.PARAMETER=VALUE`, as in modprobe(8).
     pub fn parameters_of(self, module: &str) -> String {
@@ -80,6 +89,14 @@ mod tests {
         assert!(
             error.contains("vmw_balloon") && error.contains("virtio_balloon, ebb_balloon, none"),
             "{error}"
+        );
+    }
+
+    #[test]
+    fn an_argument_loads_the_trackers() {
+        assert!(CommandLine::new("ebb.balloon=ebb_balloon ebb.trackers\n").trackers());
+        assert!(
+            !CommandLine::new("ebb.balloon=ebb_balloon ebb_trackers.percpu_order=0").trackers()
         );
     }
 

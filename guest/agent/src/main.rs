@@ -2,8 +2,9 @@
 //! console.
 //!
 //! The kernel's command line selects the balloon driver (`ebb.balloon=virtio_balloon`, which is the
-//! default, `ebb.balloon=ebb_balloon` or `ebb.balloon=none`) and the parameters of all loaded
-//! modules (for example `ebb_balloon.tracker=bitmap`).
+//! default, `ebb.balloon=ebb_balloon` or `ebb.balloon=none`), whether Ebb's driver gets its trackers
+//! (`ebb.trackers`), and the parameters of all loaded modules (for example
+//! `ebb_balloon.tracker=bitmap`).
 //!
 //! As an ordinary process (with a process id other than 1) it uses the same protocol on standard
 //! input and output and does not set up the system. Its tests run it in this way.

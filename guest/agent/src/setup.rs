@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 
-use ebb_agent::command_line::{BalloonDriver, CommandLine};
+use ebb_agent::command_line::{BalloonDriver, CommandLine, TRACKERS_MODULE};
 use rustix::mount::{MountFlags, mount};
 
 /// List of modules, one per line: path, then parameters.
@@ -59,18 +59,20 @@ pub fn prepare() -> Prepared {
         Err(error) => warnings.push(format!("cannot read {MODULES_LIST}: {error}")),
     }
     // Last, because it needs the transport and no other module needs it.
-    if driver == BalloonDriver::EbbBalloon
-        && !load(&ebb_balloon_path(), "", command_line, &mut warnings)
-    {
-        driver = BalloonDriver::None;
+    if driver == BalloonDriver::EbbBalloon {
+        if !load(&extra_module(driver.name()), "", command_line, &mut warnings) {
+            driver = BalloonDriver::None;
+        } else if command_line.trackers() {
+            load(&extra_module(TRACKERS_MODULE), "", command_line, &mut warnings);
+        }
     }
     Prepared { balloon_driver: driver, warnings }
 }
 
-/// Path of the driver, in Debian's directory for modules that are not part of the kernel.
-fn ebb_balloon_path() -> String {
+/// Path of a module in Debian's directory for modules that are not part of the kernel.
+fn extra_module(name: &str) -> String {
     let release = rustix::system::uname().release().to_string_lossy().into_owned();
-    format!("/lib/modules/{release}/extra/{}.ko", BalloonDriver::EbbBalloon.name())
+    format!("/lib/modules/{release}/extra/{name}.ko")
 }
 
 /// A module's name from its file name.

@@ -15,7 +15,6 @@
 #include <linux/vmstat.h>
 
 #include "ebb_balloon.h"
-#include "record.h"
 #include "symbols.h"
 
 /* No reclaim: other orders are tried first. */
@@ -84,8 +83,6 @@ static struct page *take_from_zone(struct zone *zone, unsigned int order)
 		page = first_free(zone, order);
 	if (page && !ebb_symbols.isolate_free_page(page, order))
 		page = NULL;
-	if (page)
-		ebb_record(EBB_EVENT_TAKE, zone, page_to_pfn(page), order);
 	spin_unlock_irqrestore(&zone->lock, flags);
 	/* The first page of an allocated block has one reference. */
 	if (page)
@@ -149,7 +146,6 @@ void ebb_whole_give(struct ebb_balloon *eb, struct page *page, unsigned int orde
 	}
 	spin_lock_irqsave(&zone->lock, flags);
 	ebb_symbols.putback_isolated_page(page, order, ebb_migratetype(page));
-	ebb_record(EBB_EVENT_GIVE, zone, page_to_pfn(page), order);
 	spin_unlock_irqrestore(&zone->lock, flags);
 }
 

@@ -6,6 +6,7 @@
  * may still take its memory away: it is off the free lists from before the
  * host is told until after the host has answered.
  */
+#include <linux/export.h>
 #include <linux/mm.h>
 #include <linux/page-flags.h>
 #include <linux/spinlock.h>
@@ -13,7 +14,6 @@
 
 #include "counts.h"
 #include "isolate.h"
-#include "record.h"
 #include "symbols.h"
 
 bool ebb_find_free(unsigned long pfn, unsigned int least_order, struct ebb_block *found)
@@ -43,11 +43,13 @@ bool ebb_find_free(unsigned long pfn, unsigned int least_order, struct ebb_block
 		first &= first - 1;
 	}
 }
+EXPORT_SYMBOL_GPL(ebb_find_free);
 
 bool ebb_zone_has_room_for(struct zone *zone, unsigned long free_pages, unsigned int order)
 {
 	return free_pages > low_wmark_pages(zone) + ((unsigned long)EBB_REPORT_MAX << order);
 }
+EXPORT_SYMBOL_GPL(ebb_zone_has_room_for);
 
 bool ebb_zone_has_room(struct zone *zone, unsigned int order)
 {
@@ -56,6 +58,7 @@ bool ebb_zone_has_room(struct zone *zone, unsigned int order)
 	atomic64_inc(&ebb_counts.low_memory);
 	return false;
 }
+EXPORT_SYMBOL_GPL(ebb_zone_has_room);
 
 enum ebb_hold ebb_batch_hold(struct ebb_batch *batch, const struct ebb_block *block)
 {
@@ -73,16 +76,17 @@ enum ebb_hold ebb_batch_hold(struct ebb_batch *batch, const struct ebb_block *bl
 	if (!ebb_symbols.isolate_free_page(page, block->order))
 		return EBB_LOW_MEMORY;
 
-	ebb_record(EBB_EVENT_ISOLATE, batch->zone, block->pfn, block->order);
 	batch->held[batch->held_count++] = *block;
 	ebb_count_isolated(1, 1UL << block->order);
 	return EBB_HELD;
 }
+EXPORT_SYMBOL_GPL(ebb_batch_hold);
 
 void ebb_batch_name(struct ebb_batch *batch, unsigned long pfn, unsigned int order)
 {
 	batch->named[batch->named_count++] = (struct ebb_block){ .pfn = pfn, .order = order };
 }
+EXPORT_SYMBOL_GPL(ebb_batch_name);
 
 static void ebb_batch_putback(struct ebb_batch *batch, bool reported)
 {
@@ -95,8 +99,6 @@ static void ebb_batch_putback(struct ebb_batch *batch, bool reported)
 
 		ebb_symbols.putback_isolated_page(page, batch->held[i].order,
 						  ebb_migratetype(page));
-		ebb_record(EBB_EVENT_PUTBACK, batch->zone, batch->held[i].pfn,
-			   batch->held[i].order);
 		/* Not if it was merged with memory that the host still has to hear of. */
 		if (marks && PageBuddy(page) && page_private(page) == batch->held[i].order)
 			__SetPageReported(page);
@@ -127,3 +129,4 @@ int ebb_batch_report(struct ebb_balloon *eb, struct ebb_batch *batch)
 	batch->named_count = 0;
 	return err;
 }
+EXPORT_SYMBOL_GPL(ebb_batch_report);

@@ -4,8 +4,13 @@
  * names blocks that it has isolated from the allocator, and returns them when
  * the host has answered.
  */
+#include <linux/export.h>
+#include <linux/sched.h>
+
 #include "ebb_balloon.h"
-#include "record.h"
+
+/* Whose turn it is; only for comparison. */
+static struct task_struct *ebb_reporter;
 
 /**
  * ebb_report_returned() - callback of reporting_vq
@@ -26,7 +31,8 @@ void ebb_report_returned(struct virtqueue *vq)
 		ebb_device_failed(eb);
 }
 
-static int report(struct ebb_balloon *eb, const struct ebb_block *blocks, unsigned int count)
+static int ebb_report_send(struct ebb_balloon *eb, const struct ebb_block *blocks,
+			   unsigned int count)
 {
 	struct virtqueue *vq = eb->vqs[EBB_VQ_REPORTING];
 	unsigned int i;
@@ -71,12 +77,15 @@ bool ebb_report_begin(struct ebb_balloon *eb)
 	for (;;) {
 		if (READ_ONCE(eb->broken))
 			return false;
-		if (!test_and_set_bit_lock(0, &eb->report_busy))
+		if (!test_and_set_bit_lock(0, &eb->report_busy)) {
+			WRITE_ONCE(ebb_reporter, current);
 			return true;
+		}
 		wait_event_idle(eb->report_wait, READ_ONCE(eb->broken) ||
 				!test_bit(0, &eb->report_busy));
 	}
 }
+EXPORT_SYMBOL_GPL(ebb_report_begin);
 
 /**
  * ebb_report_end() - end the turn
@@ -84,11 +93,14 @@ bool ebb_report_begin(struct ebb_balloon *eb)
  */
 void ebb_report_end(struct ebb_balloon *eb)
 {
+	WRITE_ONCE(ebb_reporter, NULL);
 	clear_bit_unlock(0, &eb->report_busy);
 	wake_up_all(&eb->report_wait);
 }
+EXPORT_SYMBOL_GPL(ebb_report_end);
 
-static int report_all(struct ebb_balloon *eb, const struct ebb_block *blocks, unsigned int count)
+/* See tracker.h. */
+int ebb_report_blocks(struct ebb_balloon *eb, const struct ebb_block *blocks, unsigned int count)
 {
 	struct virtqueue *vq = eb->vqs[EBB_VQ_REPORTING];
 	unsigned int room;
@@ -100,7 +112,7 @@ static int report_all(struct ebb_balloon *eb, const struct ebb_block *blocks, un
 	while (count && !err) {
 		unsigned int part = min(count, room);
 
-		err = report(eb, blocks, part);
+		err = ebb_report_send(eb, blocks, part);
 		blocks += part;
 		count -= part;
 	}
@@ -108,12 +120,8 @@ static int report_all(struct ebb_balloon *eb, const struct ebb_block *blocks, un
 }
 
 /* See tracker.h. */
-int ebb_report_blocks(struct ebb_balloon *eb, const struct ebb_block *blocks, unsigned int count)
+bool ebb_isolates_now(void)
 {
-	int err;
-
-	ebb_record_blocks(EBB_EVENT_REPORT, blocks, count);
-	err = report_all(eb, blocks, count);
-	ebb_record_blocks(err ? EBB_EVENT_FAILED : EBB_EVENT_ANSWER, blocks, count);
-	return err;
+	return READ_ONCE(ebb_reporter) == current || ebb_reporting_at_work();
 }
+EXPORT_SYMBOL_GPL(ebb_isolates_now);

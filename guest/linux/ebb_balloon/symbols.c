@@ -9,16 +9,24 @@
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
 #include <linux/kprobes.h>
+#include <linux/module.h>
 #include <linux/mutex.h>
-#include <linux/string.h>
-#include <linux/tracepoint.h>
+#include <linux/security.h>
 
 #include "symbols.h"
+
+static bool direct = true;
+module_param(direct, bool, 0444);
+MODULE_PARM_DESC(direct,
+		 "use functions that the kernel does not export, to take free blocks without clearing them (default Y)");
 
 struct ebb_symbols ebb_symbols;
 
 static DEFINE_MUTEX(ebb_symbols_mutex);
+/* Result of the look-up, under the mutex. */
+static enum { EBB_NOT_TRIED, EBB_FOUND, EBB_REFUSED } ebb_symbols_state;
 
+/* Return: NULL if the kernel has no such function, or no kprobes. */
 static void *ebb_symbol(const char *name)
 {
 	struct kprobe probe = {
@@ -26,13 +34,9 @@ static void *ebb_symbol(const char *name)
 		.flags = KPROBE_FLAG_DISABLED,
 	};
 	void *address;
-	int err;
 
-	err = register_kprobe(&probe);
-	if (err) {
-		pr_warn("kernel function %s cannot be found (error %d)\n", name, err);
+	if (register_kprobe(&probe))
 		return NULL;
-	}
 	address = probe.addr;
 	unregister_kprobe(&probe);
 	/* That may be behind an ENDBR, where a call that is not checked may go as well. */
@@ -52,51 +56,43 @@ static bool ebb_calls_are_checked(void)
 	return IS_ENABLED(CONFIG_CFI_CLANG) || IS_ENABLED(CONFIG_CFI);
 }
 
-int ebb_symbols_find(void)
+/* Return: NULL, or why the functions are not used. */
+static const char *ebb_symbols_look_up(void)
 {
 	struct ebb_symbols found;
-	int err = 0;
 
-	if (ebb_calls_are_checked()) {
-		pr_info_once("this kernel checks indirect calls: functions that are not exported are not used\n");
-		return -EOPNOTSUPP;
-	}
+	if (!direct)
+		return "parameter direct=0";
+	if (ebb_calls_are_checked())
+		return "this kernel checks indirect calls";
+	if (security_locked_down(LOCKDOWN_KPROBES))
+		return "this kernel is locked down";
+	found.isolate_free_page = ebb_symbol("__isolate_free_page");
+	if (!found.isolate_free_page)
+		return "this kernel has no __isolate_free_page(), or no kprobes";
+	found.putback_isolated_page = ebb_symbol("__putback_isolated_page");
+	if (!found.putback_isolated_page)
+		return "this kernel has no __putback_isolated_page()";
+	found.migratetype = ebb_symbol(EBB_MIGRATETYPE_FUNCTION);
+	if (!found.migratetype)
+		return "this kernel has no " EBB_MIGRATETYPE_FUNCTION "()";
+	ebb_symbols = found;
+	return NULL;
+}
+
+int ebb_symbols_find(void)
+{
+	const char *reason;
+	bool found;
 
 	mutex_lock(&ebb_symbols_mutex);
-	if (ebb_symbols.isolate_free_page)
-		goto out;
-
-	found.isolate_free_page = ebb_symbol("__isolate_free_page");
-	found.putback_isolated_page = ebb_symbol("__putback_isolated_page");
-	found.migratetype = ebb_symbol(EBB_MIGRATETYPE_FUNCTION);
-	if (found.isolate_free_page && found.putback_isolated_page && found.migratetype)
-		ebb_symbols = found;
-	else
-		err = -EOPNOTSUPP;
-out:
+	if (ebb_symbols_state == EBB_NOT_TRIED) {
+		reason = ebb_symbols_look_up();
+		ebb_symbols_state = reason ? EBB_REFUSED : EBB_FOUND;
+		if (reason)
+			pr_info("blocks come from alloc_pages(): %s\n", reason);
+	}
+	found = ebb_symbols_state == EBB_FOUND;
 	mutex_unlock(&ebb_symbols_mutex);
-	return err;
-}
-
-struct ebb_tracepoint_search {
-	const char *name;
-	struct tracepoint *found;
-};
-
-static void ebb_tracepoint_compare(struct tracepoint *tp, void *data)
-{
-	struct ebb_tracepoint_search *search = data;
-
-	if (!strcmp(tp->name, search->name))
-		search->found = tp;
-}
-
-struct tracepoint *ebb_tracepoint_find(const char *name)
-{
-	struct ebb_tracepoint_search search = { .name = name };
-
-	for_each_kernel_tracepoint(ebb_tracepoint_compare, &search);
-	if (!search.found)
-		pr_warn("kernel tracepoint %s cannot be found\n", name);
-	return search.found;
+	return found ? 0 : -EOPNOTSUPP;
 }

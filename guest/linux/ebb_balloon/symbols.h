@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Kernel functions that are global but not exported, and tracepoints.
+ * Kernel functions that are global but not exported.
  */
 #ifndef EBB_BALLOON_SYMBOLS_H
 #define EBB_BALLOON_SYMBOLS_H
@@ -9,8 +9,6 @@
 #include <linux/mmzone.h>
 
 #include "compat.h"
-
-struct tracepoint;
 
 /**
  * struct ebb_symbols - functions of mm/page_alloc.c
@@ -37,17 +35,10 @@ extern struct ebb_symbols ebb_symbols;
 /**
  * ebb_symbols_find() - look the functions up, once
  *
- * May sleep. Return: 0, or -EOPNOTSUPP after a line in the log about what is missing.
+ * May sleep. Return: 0, or -EOPNOTSUPP after one line in the log that says why. Parameter direct=0
+ * leaves it out.
  */
 int ebb_symbols_find(void);
-
-/**
- * ebb_tracepoint_find() - look up a tracepoint of the kernel itself
- * @name: its name, without the subsystem
- *
- * May sleep. Return: the tracepoint, or NULL after a line in the log.
- */
-struct tracepoint *ebb_tracepoint_find(const char *name);
 
 /* Migrate type of the page block that @page is in. After ebb_symbols_find(). */
 static inline int ebb_migratetype(const struct page *page)

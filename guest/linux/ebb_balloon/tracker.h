@@ -5,6 +5,9 @@
  * A tracker watches the page allocator, takes free blocks out of it
  * ("isolates" them), hands them to ebb_report_blocks() and puts them back.
  * At most one tracker runs at a time, for one device.
+ *
+ * The driver has the kernel's own reporting. The module ebb_trackers registers
+ * others, which find blocks; only isolate.c takes them out and reports them.
  */
 #ifndef EBB_BALLOON_TRACKER_H
 #define EBB_BALLOON_TRACKER_H
@@ -13,7 +16,6 @@
 
 struct dentry;
 struct ebb_balloon;
-struct mutex;
 struct seq_file;
 
 /* Blocks in one report: PAGE_REPORTING_CAPACITY of the kernel's own reporting. */
@@ -41,6 +43,7 @@ struct ebb_block {
  *
  * Only between ebb_report_begin() and ebb_report_end(). Sleeps. When it
  * returns, the host does not touch the pages any more, whatever it returns.
+ * Recordings have a probe on it.
  *
  * Return: 0, or -EIO if the device is broken or being removed.
  */
@@ -49,6 +52,9 @@ int ebb_report_blocks(struct ebb_balloon *eb, const struct ebb_block *blocks, un
 /* Waiting for one's turn to isolate and report, and its end: see report.c. */
 bool ebb_report_begin(struct ebb_balloon *eb);
 void ebb_report_end(struct ebb_balloon *eb);
+
+/* Whether this task isolates blocks for a report, and puts them back. In any context. */
+bool ebb_isolates_now(void);
 
 /* Writes the core's counters, as lines of "name value". May sleep. */
 void ebb_balloon_show(struct ebb_balloon *eb, struct seq_file *m);
@@ -63,7 +69,8 @@ void ebb_balloon_show(struct ebb_balloon *eb, struct seq_file *m);
  * @eb: a device that is ready and has negotiated PAGE_REPORTING
  *
  * A tracker that this kernel cannot run is not an error: a line in the log
- * says why, and none runs until the parameter is written.
+ * says why, and none runs until the parameter is written. One of ebb_trackers
+ * starts when that module is loaded.
  *
  * Return: 0, or -EBUSY if another device has the trackers. That is not a
  * reason to fail the device either; ebb_trackers_exit() may be called anyway.
@@ -89,21 +96,7 @@ void ebb_trackers_resume(struct ebb_balloon *eb);
 void ebb_trackers_show(struct ebb_balloon *eb, struct seq_file *m);
 
 /**
- * ebb_trackers_record() - begin or end a recording, see record.h
- * @eb: the device
- * @events: room for so many; 0 ends the recording that is under way
- *
- * The tracker that runs is stopped before and started again afterwards: a
- * recording begins without any state of a tracker, and nothing is isolated at
- * either end of it.
- *
- * Return: 0, -ENODEV if another device has the trackers, or what
- * ebb_recording_begin() returned.
- */
-int ebb_trackers_record(struct ebb_balloon *eb, unsigned int events);
-
-/**
- * ebb_debugfs_add() - create counters and recording in /sys/kernel/debug/ebb_balloon
+ * ebb_debugfs_add() - create /sys/kernel/debug/ebb_balloon/counters
  * @eb: a device for which ebb_balloon_show() can be called from now on
  *
  * Return: the directory, for ebb_debugfs_remove(), which accepts whatever this
@@ -116,34 +109,29 @@ void ebb_debugfs_remove(struct dentry *dir);
  * Among the trackers.
  */
 
+/* All trackers. Recordings have these numbers. */
+enum ebb_tracker {
+	EBB_TRACKER_NONE,
+	EBB_TRACKER_PERCPU,
+	EBB_TRACKER_BITMAP,
+	EBB_TRACKER_REPORTING,
+	EBB_TRACKERS
+};
+
 /**
  * struct ebb_tracker_ops - what a tracker implements
- * @name: value of the parameter "tracker"
+ * @isolates: it uses isolate.c, which does not work on every kernel
  * @start: hooks up; -EOPNOTSUPP if the kernel lacks what it needs
  * @stop: unhooks; afterwards nothing is isolated. Only after a good @start.
  * @show: writes further "name value" lines; may be NULL
- * @online: memory was added to a zone; may be NULL
- * @offline: memory has left; forget its page frames, their struct pages go next.
- *	May be NULL. This and @online run under ebb_memory_mutex.
  */
 struct ebb_tracker_ops {
-	const char *name;
+	bool isolates;
 	int (*start)(struct ebb_balloon *eb);
 	void (*stop)(void);
 	void (*show)(struct seq_file *m);
-	void (*online)(unsigned long pfn, unsigned long pages);
-	void (*offline)(unsigned long pfn, unsigned long pages);
 };
 
-/*
- * Held while a tracker looks at page frames that it wrote down some time ago:
- * memory that is taken offline meanwhile stays until then. Not held while
- * waiting for the host.
- */
-extern struct mutex ebb_memory_mutex;
-
-extern const struct ebb_tracker_ops ebb_tracker_percpu;
-extern const struct ebb_tracker_ops ebb_tracker_bitmap;
 extern const struct ebb_tracker_ops ebb_tracker_reporting;
 
 /* Whether this is a pass of the kernel's own reporting. In any context. */
@@ -155,7 +143,54 @@ bool ebb_reporting_at_work(void);
  */
 bool ebb_kernel_marks(void);
 
-/* Entries of the array of a CPU. */
-unsigned int ebb_percpu_entries(void);
+/* What happens to a tracker: before and after its start, and its stop. */
+enum ebb_tracker_change {
+	EBB_TRACKER_STARTS,
+	EBB_TRACKER_STARTED,
+	EBB_TRACKER_STOPS,
+	EBB_TRACKER_STOPPED,
+};
+
+/**
+ * struct ebb_tracker_module - what ebb_trackers adds to the driver
+ * @percpu: a tracker
+ * @bitmap: another one
+ * @changed: is called at each change of any tracker, with tracker.c's mutex held.
+ *	A start that fails is STARTS and STOPPED.
+ */
+struct ebb_tracker_module {
+	const struct ebb_tracker_ops *percpu;
+	const struct ebb_tracker_ops *bitmap;
+	void (*changed)(enum ebb_tracker_change change, enum ebb_tracker which);
+};
+
+/**
+ * ebb_trackers_register() - add the trackers of a module
+ * @module: stays valid until ebb_trackers_unregister()
+ *
+ * Starts one of them if the parameter names it. Sleeps.
+ *
+ * Return: 0, or -EBUSY if there is such a module.
+ */
+int ebb_trackers_register(const struct ebb_tracker_module *module);
+
+/**
+ * ebb_trackers_unregister() - remove them
+ * @module: what was registered
+ *
+ * If one of them runs, it is stopped, and "none" is chosen. Sleeps until the
+ * host has answered a report that is under way. Afterwards nothing of the
+ * module is called.
+ */
+void ebb_trackers_unregister(const struct ebb_tracker_module *module);
+
+/**
+ * ebb_trackers_restart() - stop the tracker, call a function, start it again
+ * @between: what is called while no tracker runs and nothing is isolated for one
+ * @argument: is passed to it
+ *
+ * Return: what @between returned.
+ */
+int ebb_trackers_restart(int (*between)(unsigned int argument), unsigned int argument);
 
 #endif

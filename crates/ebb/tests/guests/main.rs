@@ -39,6 +39,7 @@ mod migration;
 mod migration_refused;
 mod migration_unknown;
 mod module;
+mod module_alone;
 mod module_kernel;
 mod module_reclaim;
 mod module_recordings;
@@ -67,7 +68,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 38] = [
+const TESTS: [&[Test]; 39] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -84,6 +85,7 @@ const TESTS: [&[Test]; 38] = [
     firecracker::TESTS,
     driver::TESTS,
     module::TESTS,
+    module_alone::TESTS,
     module_kernel::TESTS,
     module_reclaim::TESTS,
     module_recordings::TESTS,

@@ -190,7 +190,7 @@ fn saved_and_rebooted(scene: &Scene) {
     let setup = Setup::new(scene)
         .args(["--cpus", "2", "--on-reboot", "reset"])
         .balloon("reporting=on,deflate_on_oom=off,verify_reports=on");
-    let module = Module::start(setup, &["tracker=bitmap", "bitmap_threshold=1"]);
+    let module = Module::start_with_trackers(setup, &["tracker=bitmap", "bitmap_threshold=1"]);
     module.guest.run(Command::Hold { bytes: 48 * MIB, pattern: 11 });
     let total = module.guest.meminfo("MemTotal");
     let last_number = request_free_pages(&module.guest, 0).request_id;
@@ -233,25 +233,27 @@ fn saved_and_rebooted(scene: &Scene) {
     module.check_well();
 }
 
-/// Invalid parameters, and words of the kernel log message about their valid values.
-const WRONG_PARAMETERS: [(&str, &str); 6] = [
+/// Invalid parameters of the driver, and words of the kernel log message about their valid values.
+const WRONG_PARAMETERS: [(&str, &str); 3] = [
     ("tracker=sonar", "none, percpu, bitmap and reporting"),
     ("encoding=morse", "pfns"),
+    ("max_order=99", "0 to"),
+];
+/// The same of `ebb_trackers`.
+const WRONG_TRACKER_PARAMETERS: [(&str, &str); 3] = [
     ("percpu_entries=63", "64 to 4096"),
     ("bitmap_threshold=0", "1 to 4096"),
     ("bitmap_threshold=4097", "1 to 4096"),
-    ("max_order=99", "0 to"),
 ];
 
-fn plain_device_and_wrong_parameters(scene: &Scene) {
-    let setup = Setup::new(scene).balloon(
-        "reporting=on,deflate_on_oom=on,page_bitmap=off,page_ranges=off,host_requests=off",
-    );
-    let module = Module::start_without(setup);
-    let guest = &module.guest;
-    assert_eq!(guest.balloon().state, BalloonState::DriverAbsent);
-    for (parameters, words) in WRONG_PARAMETERS {
-        let error = module.try_load(parameters).expect_err(parameters);
+/// Checks that loading with wrong parameters is refused and that the log has the valid values.
+fn check_refused(
+    module: &Module,
+    wrong: &[(&str, &str)],
+    load: fn(&Module, &str) -> Result<(), String>,
+) {
+    for (parameters, words) in wrong {
+        let error = load(module, parameters).expect_err(parameters);
         assert!(error.contains("nvalid argument"), "{parameters}: {error}");
         let name = parameters.split('=').next().unwrap_or_default();
         let log = module.kernel_log(&[parameters]);
@@ -260,6 +262,16 @@ fn plain_device_and_wrong_parameters(scene: &Scene) {
             "{parameters}: the log should contain the valid values of {name}: {log:?}"
         );
     }
+}
+
+fn plain_device_and_wrong_parameters(scene: &Scene) {
+    let setup = Setup::new(scene).balloon(
+        "reporting=on,deflate_on_oom=on,page_bitmap=off,page_ranges=off,host_requests=off",
+    );
+    let module = Module::start_without(setup);
+    let guest = &module.guest;
+    assert_eq!(guest.balloon().state, BalloonState::DriverAbsent);
+    check_refused(&module, &WRONG_PARAMETERS, Module::try_load);
     assert_eq!(guest.balloon().state, BalloonState::DriverAbsent);
 
     // A device without the extension, on which the driver behaves like the stock one.
@@ -272,6 +284,7 @@ fn plain_device_and_wrong_parameters(scene: &Scene) {
     });
     let info = guest.balloon();
     assert!(EXTENSION.iter().all(|feature| !info.offered_features.contains(feature)), "{info:?}");
+    check_refused(&module, &WRONG_TRACKER_PARAMETERS, Module::try_load_trackers);
     guest.run(Command::Hold { bytes: 32 * MIB, pattern: 6 });
     guest.inflate_to(128 * MIB);
     assert!(messages(guest, "arrays") > 0 && module.counter("messages_bare") > 0);

@@ -35,8 +35,10 @@ fn hotplug_under_each_tracker(scene: &Scene) {
         .memory("size=1G")
         .words("movablecore=512M")
         .balloon("reporting=on,deflate_on_oom=on,verify_reports=on");
-    let module =
-        Module::start(setup, &["tracker=none", "bitmap_threshold=1", "bitmap_delay_ms=50"]);
+    let module = Module::start_with_trackers(
+        setup,
+        &["tracker=none", "bitmap_threshold=1", "bitmap_delay_ms=50"],
+    );
     let guest = &module.guest;
     guest.run(Command::Hold { bytes: 64 * MIB, pattern: 3 });
     let total = guest.meminfo("MemTotal");
@@ -82,7 +84,7 @@ fn isolation_does_not_grow_with_cpus(scene: &Scene) {
         .balloon("reporting=on,deflate_on_oom=on");
     let parameters =
         ["tracker=percpu", "percpu_entries=64", "percpu_order=0", "percpu_flush_ms=10"];
-    let module = Module::start(setup, &parameters);
+    let module = Module::start_with_trackers(setup, &parameters);
     let work = module.guest.send(Command::Churn {
         bytes: 512 * MIB,
         tasks: 16,

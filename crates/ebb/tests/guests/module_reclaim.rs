@@ -96,8 +96,10 @@ fn reclaim_under_each_tracker(scene: &Scene) {
         .args(["--cpus", "2"])
         .memory("size=320M")
         .balloon("reporting=on,deflate_on_oom=on,verify_reports=on");
-    let module =
-        Module::start(setup, &["tracker=reporting", "bitmap_threshold=1", "bitmap_delay_ms=50"]);
+    let module = Module::start_with_trackers(
+        setup,
+        &["tracker=reporting", "bitmap_threshold=1", "bitmap_delay_ms=50"],
+    );
     let guest = &module.guest;
     guest.run(Command::Hold { bytes: 48 * MIB, pattern: 23 });
     guest.run(Command::AllocTouchExit { bytes: FREED });

@@ -19,7 +19,7 @@ use crate::setup::Setup;
 pub const TESTS: &[Test] = &[Test::new("module::recordings_replay", 300, recordings_replay)];
 
 /// File that starts, stops and returns recordings.
-const RECORDING: &str = "/sys/kernel/debug/ebb_balloon/recording";
+const RECORDING: &str = "/sys/kernel/debug/ebb_trackers/recording";
 /// Size of the disk over which a compressed recording leaves the guest.
 const DISK_BYTES: u64 = 8 << 20;
 /// Maximum number of events of a recording, a few times the usual number.
@@ -62,7 +62,7 @@ fn recordings_replay(scene: &Scene) {
         .balloon("reporting=on,verify_reports=on");
     let quick =
         ["percpu_entries=800", "percpu_order=0", "percpu_flush_ms=500", "bitmap_delay_ms=500"];
-    let module = Module::start(setup, &quick);
+    let module = Module::start_with_trackers(setup, &quick);
     let guest = &module.guest;
     let mut recordings = Vec::new();
     for (tracker, kind) in

@@ -1,16 +1,17 @@
 //! Ebb's balloon driver in a guest: loading, parameters, counters and kernel messages.
 
 use ebb_agent::churn::ChurnReport;
-use ebb_agent::command_line::BalloonDriver;
+use ebb_agent::command_line::{BalloonDriver, TRACKERS_MODULE};
 use ebb_agent::meminfo::lines;
 use ebb_agent::protocol::{Command, Event};
+use ebb_virtual_host::balloon_module;
 
 use crate::guest::Guest;
 use crate::harness::{Scene, WRONG_CONTENT, eventually, when};
 use crate::saved::Restore;
 use crate::setup::Setup;
 
-/// All trackers of the driver.
+/// All trackers of the driver and of `ebb_trackers`.
 pub const TRACKERS: [&str; 4] = ["percpu", "bitmap", "reporting", "none"];
 /// Words that the kernel's log must not contain, in lower case: warnings, bugs, lockups, blocked
 /// tasks and their traces.
@@ -19,21 +20,45 @@ const COMPLAINTS: [&str; 6] =
 /// Path of the driver's counters.
 const COUNTERS: &str = "/sys/kernel/debug/ebb_balloon/counters";
 
+/// Modules of a test.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Modules {
+    /// The driver, which has the trackers `none` and `reporting`.
+    DriverAlone,
+    /// Also `ebb_trackers`.
+    WithTrackers,
+}
+
 /// A guest with Ebb's driver.
 pub struct Module {
     /// The guest.
     pub guest: Guest,
     /// Its kernel's release.
     release: String,
+    modules: Modules,
 }
 
 impl Module {
     /// Starts a guest that loads the driver with these parameters (`NAME=VALUE`).
     #[track_caller]
     pub fn start(setup: Setup<'_>, parameters: &[&str]) -> Self {
-        let words: Vec<String> =
-            parameters.iter().map(|word| format!("ebb_balloon.{word}")).collect();
-        let module = Self::boot(setup, "ebb_balloon", &words.join(" "));
+        Self::start_modules(setup, Modules::DriverAlone, parameters)
+    }
+
+    /// Starts a guest that loads the driver and `ebb_trackers` with these parameters of both.
+    #[track_caller]
+    pub fn start_with_trackers(setup: Setup<'_>, parameters: &[&str]) -> Self {
+        Self::start_modules(setup, Modules::WithTrackers, parameters)
+    }
+
+    #[track_caller]
+    fn start_modules(setup: Setup<'_>, modules: Modules, parameters: &[&str]) -> Self {
+        let mut words: Vec<String> =
+            parameters.iter().map(|word| format!("{}.{word}", module_of(word))).collect();
+        if modules == Modules::WithTrackers {
+            words.push("ebb.trackers".to_owned());
+        }
+        let module = Self::boot(setup, "ebb_balloon", modules, &words.join(" "));
         let Event::Ready { balloon_driver, warnings, .. } = module.guest.wait_ready(1) else {
             unreachable!()
         };
@@ -48,14 +73,14 @@ impl Module {
     /// Starts a guest without any balloon driver.
     #[track_caller]
     pub fn start_without(setup: Setup<'_>) -> Self {
-        Self::boot(setup, "none", "")
+        Self::boot(setup, "none", Modules::DriverAlone, "")
     }
 
     #[track_caller]
-    fn boot(setup: Setup<'_>, driver: &str, words: &str) -> Self {
+    fn boot(setup: Setup<'_>, driver: &str, modules: Modules, words: &str) -> Self {
         let guest = setup.words(&format!("ebb.balloon={driver} {words}")).start();
         let Event::Ready { kernel: release, .. } = guest.wait_ready(1) else { unreachable!() };
-        Self { guest, release }
+        Self { guest, release, modules }
     }
 
     /// Saves the guest to a file and restores it in another monitor.
@@ -63,34 +88,67 @@ impl Module {
     pub fn save_and_restore(self, scene: &Scene) -> Self {
         let file = scene.path("vm.snapshot");
         self.guest.save_and_end(&file);
-        Self { guest: Restore::new(scene, &file).start(), release: self.release }
+        Self { guest: Restore::new(scene, &file).start(), ..self }
     }
 
     /// Loads the driver, or returns the error.
     #[track_caller]
     pub fn try_load(&self, parameters: &str) -> Result<(), String> {
-        let path = ebb_virtual_host::balloon_module::path_in_guest(&self.release);
+        self.try_load_file(balloon_module::path_in_guest(&self.release), parameters)
+    }
+
+    /// Loads `ebb_trackers`, or returns the error.
+    #[track_caller]
+    pub fn try_load_trackers(&self, parameters: &str) -> Result<(), String> {
+        self.try_load_file(balloon_module::trackers_path_in_guest(&self.release), parameters)
+    }
+
+    fn try_load_file(&self, path: String, parameters: &str) -> Result<(), String> {
         let id = self.guest.send(Command::LoadModule { path, parameters: parameters.to_owned() });
         self.guest.outcome(id).map(drop)
     }
 
-    /// Loads the driver.
+    /// Loads what the test started with, with these parameters.
     #[track_caller]
     pub fn load(&self, parameters: &str) {
-        self.try_load(parameters).unwrap_or_else(|error| panic!("{parameters}: {error}"));
+        let (of_trackers, of_driver): (Vec<&str>, Vec<&str>) =
+            parameters.split(' ').partition(|parameter| module_of(parameter) == TRACKERS_MODULE);
+        let mut loaded = self.try_load(&of_driver.join(" "));
+        if self.modules == Modules::WithTrackers {
+            loaded = loaded.and_then(|()| self.try_load_trackers(&of_trackers.join(" ")));
+        }
+        loaded.unwrap_or_else(|error| panic!("{parameters}: {error}"));
     }
 
-    /// Unloads the driver.
+    /// Unloads a module, or returns the error.
+    #[track_caller]
+    pub fn try_unload(&self, name: &str) -> Result<(), String> {
+        let id = self.guest.send(Command::UnloadModule { name: name.to_owned() });
+        self.guest.outcome(id).map(drop)
+    }
+
+    /// Unloads what the test started with.
     #[track_caller]
     pub fn unload(&self) {
-        self.guest.run(Command::UnloadModule { name: BalloonDriver::EbbBalloon.name().to_owned() });
+        let mut unloaded = Ok(());
+        if self.modules == Modules::WithTrackers {
+            unloaded = self.try_unload(TRACKERS_MODULE);
+        }
+        unloaded = unloaded.and_then(|()| self.try_unload(BalloonDriver::EbbBalloon.name()));
+        unloaded.unwrap_or_else(|error| panic!("{error}"));
     }
 
     /// Sets a parameter at run time.
     #[track_caller]
     pub fn set(&self, name: &str, value: &str) {
         self.guest.write_file(&parameter(name), value);
-        assert_eq!(self.guest.read_file(&parameter(name)).trim(), value, "{name}");
+        assert_eq!(self.get(name), value, "{name}");
+    }
+
+    /// Value of a parameter.
+    #[track_caller]
+    pub fn get(&self, name: &str) -> String {
+        self.guest.read_file(&parameter(name)).trim().to_owned()
     }
 
     /// Sets a parameter at run time, which must be refused.
@@ -169,7 +227,16 @@ impl Module {
     }
 }
 
+/// The module that a parameter (`NAME` or `NAME=VALUE`) belongs to.
+fn module_of(parameter: &str) -> &'static str {
+    if parameter.starts_with("percpu_") || parameter.starts_with("bitmap_") {
+        TRACKERS_MODULE
+    } else {
+        BalloonDriver::EbbBalloon.name()
+    }
+}
+
 /// The file of a parameter.
 fn parameter(name: &str) -> String {
-    format!("/sys/module/ebb_balloon/parameters/{name}")
+    format!("/sys/module/{}/parameters/{name}", module_of(name))
 }

@@ -25,7 +25,7 @@ fn trackers_return_memory(scene: &Scene) {
         .args(["--cpus", "2"])
         .memory("size=1G")
         .balloon("reporting=on,verify_reports=on");
-    let module = Module::start(setup, &["tracker=none"]);
+    let module = Module::start_with_trackers(setup, &["tracker=none"]);
     let guest = &module.guest;
     guest.run(Command::Hold { bytes: 32 * MIB, pattern: 8 });
     // The tracker `none` reports nothing.
@@ -68,7 +68,7 @@ fn churned_guest(scene: &Scene) -> Module {
         .args(["--cpus", "2"])
         .memory("size=512M")
         .balloon("reporting=on,deflate_on_oom=on,verify_reports=on");
-    let module = Module::start(setup, &["tracker=none"]);
+    let module = Module::start_with_trackers(setup, &["tracker=none"]);
     module.guest.run(Command::Hold { bytes: 64 * MIB, pattern: 3 });
     module
 }

@@ -124,7 +124,7 @@ fn plan(tracker: Tracker) -> SeriesPlan {
 
 fn run(testbed: &mut Testbed<'_>, series: &mut [Series]) -> Result<(), LabError> {
     // Guests boot without a tracker; each turn switches its own on.
-    testbed.run_like(Setup { driver: Driver::tracking(Tracker::Off), ..Setup::EBB });
+    testbed.run_like(Setup { driver: Driver::switching(), ..Setup::EBB });
     slots::run(testbed, sizes(testbed.scale()), series, metrics::fill)
 }
 

@@ -1,4 +1,5 @@
-//! The guest's driver of the balloon: Linux's own, or the module `ebb_balloon` with its settings.
+//! The guest's driver of the balloon: Linux's own, or the module `ebb_balloon` with its settings,
+//! with or without the module `ebb_trackers`.
 
 use ebb_agent::command_line::BalloonDriver;
 
@@ -20,8 +21,19 @@ pub struct Module {
     pub encoding: Encoding,
     /// Size of the blocks that the balloon allocates.
     pub blocks: Blocks,
+    /// Whether the trackers of `ebb_trackers` can be used.
+    pub trackers: Trackers,
     /// Least delay of early reports in milliseconds, 0 for none; `None` for the module's default.
     pub report_delay_ms: Option<u32>,
+}
+
+/// Modules that the guest loads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trackers {
+    /// Only the driver, with the kernel's own page reporting.
+    OfDriver,
+    /// Also `ebb_trackers` (guest/linux/ebb_trackers).
+    All,
 }
 
 impl Module {
@@ -30,6 +42,7 @@ impl Module {
         tracker: Tracker::Reporting,
         encoding: Encoding::Auto,
         blocks: Blocks::Largest,
+        trackers: Trackers::OfDriver,
         report_delay_ms: None,
     };
 }
@@ -93,7 +106,16 @@ pub enum Blocks {
 impl Driver {
     /// The module with this tracker.
     pub const fn tracking(tracker: Tracker) -> Self {
-        Self::Module(Module { tracker, ..Module::DEFAULT })
+        let trackers = match tracker {
+            Tracker::Off | Tracker::Reporting => Trackers::OfDriver,
+            Tracker::Percpu | Tracker::Bitmap => Trackers::All,
+        };
+        Self::Module(Module { tracker, trackers, ..Module::DEFAULT })
+    }
+
+    /// The module without a tracker, in guests that switch to any of them.
+    pub const fn switching() -> Self {
+        Self::Module(Module { tracker: Tracker::Off, trackers: Trackers::All, ..Module::DEFAULT })
     }
 
     /// The agent's value for it.
@@ -106,7 +128,8 @@ impl Driver {
 
     /// Arguments for the guest's kernel that choose the driver.
     pub(crate) fn kernel_arguments(self) -> Option<String> {
-        let Self::Module(Module { tracker, encoding, blocks, report_delay_ms }) = self else {
+        let Self::Module(Module { tracker, encoding, blocks, trackers, report_delay_ms }) = self
+        else {
             return None;
         };
         let encoding = match encoding {
@@ -115,15 +138,17 @@ impl Driver {
         };
         let blocks = if blocks == Blocks::SinglePages { " ebb_balloon.max_order=0" } else { "" };
         let delay = report_delay_ms.map(|ms| format!(" ebb_balloon.report_delay_ms={ms}"));
+        let trackers = if trackers == Trackers::All { " ebb.trackers" } else { "" };
         let (tracker, delay) = (tracker.name(), delay.unwrap_or_default());
         Some(format!(
-            "ebb.balloon=ebb_balloon ebb_balloon.tracker={tracker}{encoding}{blocks}{delay}"
+            "ebb.balloon=ebb_balloon{trackers} ebb_balloon.tracker={tracker}{encoding}{blocks}\
+             {delay}"
         ))
     }
 
     /// Description for a document.
     pub(crate) fn describe(self) -> Option<String> {
-        let Self::Module(Module { tracker, encoding, blocks, report_delay_ms }) = self else {
+        let Self::Module(Module { tracker, encoding, blocks, report_delay_ms, .. }) = self else {
             return None;
         };
         let encoding = match encoding {
@@ -160,12 +185,14 @@ mod tests {
             tracker: Tracker::Percpu,
             encoding: Encoding::Bitmap,
             blocks: Blocks::SinglePages,
+            trackers: Trackers::All,
             report_delay_ms: Some(0),
         };
         assert_eq!(
             Driver::Module(all).kernel_arguments().unwrap(),
-            "ebb.balloon=ebb_balloon ebb_balloon.tracker=percpu ebb_balloon.encoding=bitmap \
-             ebb_balloon.max_order=0 ebb_balloon.report_delay_ms=0"
+            "ebb.balloon=ebb_balloon ebb.trackers ebb_balloon.tracker=percpu \
+             ebb_balloon.encoding=bitmap ebb_balloon.max_order=0 \
+             ebb_balloon.report_delay_ms=0"
         );
         let read = CommandLine::new("quiet ebb.balloon=ebb_balloon ebb_balloon.tracker=percpu");
         assert_eq!(read.balloon_driver(), Ok(Driver::Module(all).in_guest()));

@@ -2,8 +2,8 @@
 /*
  * Bitmaps of large blocks, one for each zone.
  */
-#ifndef EBB_BALLOON_ZONE_MAP_H
-#define EBB_BALLOON_ZONE_MAP_H
+#ifndef EBB_TRACKERS_ZONE_MAP_H
+#define EBB_TRACKERS_ZONE_MAP_H
 
 #include <linux/atomic.h>
 #include <linux/mmzone.h>

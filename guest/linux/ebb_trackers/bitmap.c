@@ -45,9 +45,9 @@
 
 #include "bounded.h"
 #include "counts.h"
+#include "hot.h"
 #include "isolate.h"
-#include "symbols.h"
-#include "tracker.h"
+#include "trackers.h"
 #include "zone_map.h"
 
 /* The order above PAGE_ALLOC_COSTLY_ORDER that per-CPU lists are used for as well. */
@@ -80,7 +80,8 @@ MODULE_PARM_DESC(bitmap_leftover_ms,
 static struct ebb_balloon *ebb_bitmap_eb;
 static struct tracepoint *ebb_drain_tracepoint;
 static struct tracepoint *ebb_free_tracepoint;
-static bool ebb_bitmap_stopping;
+/* No work may be queued: the tracker does not run, or is being stopped. */
+static bool ebb_bitmap_stopping = true;
 static unsigned long ebb_bitmap_seeded;
 
 static void ebb_bitmap_walk(struct work_struct *work);
@@ -316,9 +317,7 @@ static int ebb_bitmap_start(struct ebb_balloon *eb)
 {
 	int err;
 
-	err = ebb_symbols_find();
-	if (err)
-		return err;
+	ebb_hot_reset();
 	ebb_drain_tracepoint = ebb_tracepoint_find("mm_page_pcpu_drain");
 	ebb_free_tracepoint = ebb_tracepoint_find("mm_page_free");
 	if (!ebb_drain_tracepoint || !ebb_free_tracepoint)
@@ -367,6 +366,7 @@ static void ebb_bitmap_show(struct seq_file *m)
 	unsigned long set = 0;
 	unsigned int i;
 
+	ebb_hot_show(m);
 	/* Of a walk that waits for its host, this does not wait: maps change under either mutex. */
 	mutex_lock(&ebb_memory_mutex);
 	for (i = 0; i < ebb_zone_maps_count(); i++) {
@@ -380,7 +380,7 @@ static void ebb_bitmap_show(struct seq_file *m)
 	seq_printf(m, "bitmap_seeded %lu\n", ebb_bitmap_seeded);
 }
 
-static void ebb_bitmap_online(unsigned long pfn, unsigned long pages)
+void ebb_bitmap_online(void)
 {
 	/* A walk that waits for its host has the maps, and memory does not wait for that. */
 	if (!READ_ONCE(ebb_bitmap_stopping))
@@ -388,10 +388,8 @@ static void ebb_bitmap_online(unsigned long pfn, unsigned long pages)
 }
 
 const struct ebb_tracker_ops ebb_tracker_bitmap = {
-	.name = "bitmap",
+	.isolates = true,
 	.start = ebb_bitmap_start,
 	.stop = ebb_bitmap_stop,
 	.show = ebb_bitmap_show,
-	.online = ebb_bitmap_online,
-	.offline = ebb_zone_maps_offline,
 };

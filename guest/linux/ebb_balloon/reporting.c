@@ -110,7 +110,6 @@ static void ebb_reporting_stop(void)
 }
 
 const struct ebb_tracker_ops ebb_tracker_reporting = {
-	.name = "reporting",
 	.start = ebb_reporting_start,
 	.stop = ebb_reporting_stop,
 	.show = ebb_early_show,

@@ -54,10 +54,10 @@
 
 #include "bounded.h"
 #include "counts.h"
+#include "hot.h"
 #include "isolate.h"
 #include "record.h"
-#include "symbols.h"
-#include "tracker.h"
+#include "trackers.h"
 
 /* Entries that the thread looks at under a zone's lock at a time. */
 #define EBB_PERCPU_STEP 64
@@ -363,7 +363,7 @@ static void ebb_array_forget_local(void *range)
 }
 
 /* Memory is offline and its struct pages may go: no array may name it any more. */
-static void ebb_percpu_offline(unsigned long pfn, unsigned long pages)
+void ebb_percpu_offline(unsigned long pfn, unsigned long pages)
 {
 	struct ebb_pfn_range range = { .pfn = pfn, .pages = pages };
 	int cpu;
@@ -428,9 +428,7 @@ static int ebb_percpu_start(struct ebb_balloon *eb)
 {
 	int err;
 
-	err = ebb_symbols_find();
-	if (err)
-		return err;
+	ebb_hot_reset();
 	ebb_percpu_tracepoint = ebb_tracepoint_find("mm_page_free");
 	if (!ebb_percpu_tracepoint)
 		return -EOPNOTSUPP;
@@ -480,6 +478,7 @@ static void ebb_percpu_show(struct seq_file *m)
 	unsigned long waiting = 0;
 	int cpu;
 
+	ebb_hot_show(m);
 	for_each_possible_cpu(cpu)
 		waiting += READ_ONCE(per_cpu(ebb_arrays, cpu).used);
 	seq_printf(m, "percpu_waiting %lu\n", waiting);
@@ -488,9 +487,8 @@ static void ebb_percpu_show(struct seq_file *m)
 }
 
 const struct ebb_tracker_ops ebb_tracker_percpu = {
-	.name = "percpu",
+	.isolates = true,
 	.start = ebb_percpu_start,
 	.stop = ebb_percpu_stop,
 	.show = ebb_percpu_show,
-	.offline = ebb_percpu_offline,
 };

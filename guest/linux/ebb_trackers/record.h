@@ -2,8 +2,8 @@
 /*
  * Recordings of what happens to free pages, for the model of the trackers.
  */
-#ifndef EBB_BALLOON_RECORD_H
-#define EBB_BALLOON_RECORD_H
+#ifndef EBB_TRACKERS_RECORD_H
+#define EBB_TRACKERS_RECORD_H
 
 #include <linux/jump_label.h>
 #include <linux/types.h>
@@ -102,8 +102,8 @@ static __always_inline void ebb_record(enum ebb_event event, struct zone *zone, 
 		ebb_record_write(event, zone, pfn, order);
 }
 
-/* The same for each of some blocks, whose pages are online. */
-void ebb_record_blocks(enum ebb_event event, const struct ebb_block *blocks, unsigned int count);
+/* Writes a change of a tracker down: the driver calls it. */
+void ebb_record_tracker(enum ebb_tracker_change change, enum ebb_tracker which);
 
 /**
  * ebb_recording_begin() - begin a recording, in place of the last one
@@ -124,7 +124,9 @@ void ebb_recording_free(void);
 /* Most events of a recording: 24 MiB. */
 #define EBB_RECORDING_MAX	(1U << 20)
 
-/* Of the file, which debugfs.c has. */
+/* Of the file, which record_file.c has. */
+void ebb_recording_file_add(void);
+void ebb_recording_file_remove(void);
 extern const struct seq_operations ebb_recording_seq_ops;
 
 /* Number of a recording, by which a file notices that it was replaced. Its private data. */

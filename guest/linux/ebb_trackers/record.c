@@ -12,7 +12,7 @@
  * or a page that is passed on, orders their places as well. The end takes a
  * place, too: what is before it is a state that the kernel was in.
  *
- * Lock order: ebb_tracker_mutex (of the callers), ebb_recording_mutex, a zone's
+ * Lock order: tracker.c's mutex of the driver (of the callers), ebb_recording_mutex, a zone's
  * lock.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
@@ -29,8 +29,10 @@
 #include <linux/smp.h>
 #include <linux/spinlock.h>
 #include <linux/time64.h>
+#include <linux/tracepoint.h>
 
 #include "record.h"
+#include "trackers.h"
 #include "zone_map.h"
 
 /* Number of the format; see README.md. */
@@ -143,15 +145,21 @@ out:
 	preempt_enable_notrace();
 }
 
-void ebb_record_blocks(enum ebb_event event, const struct ebb_block *blocks, unsigned int count)
+void ebb_record_tracker(enum ebb_tracker_change change, enum ebb_tracker which)
 {
-	unsigned int i;
+	static const enum ebb_event events[] = {
+		[EBB_TRACKER_STARTS] = EBB_EVENT_START,
+		[EBB_TRACKER_STARTED] = EBB_EVENT_STARTED,
+		[EBB_TRACKER_STOPS] = EBB_EVENT_STOP,
+		[EBB_TRACKER_STOPPED] = EBB_EVENT_STOPPED,
+	};
 
 	if (!static_branch_unlikely(&ebb_recording))
 		return;
-	for (i = 0; i < count; i++)
-		ebb_record(event, page_zone(pfn_to_page(blocks[i].pfn)), blocks[i].pfn,
-			   blocks[i].order);
+	/* Whatever is freed from here on is seen by the tracker's hooks as well. */
+	if (change == EBB_TRACKER_STARTED)
+		tracepoint_synchronize_unregister();
+	ebb_record(events[change], NULL, which, 0);
 }
 
 static bool ebb_recording_add_list(struct ebb_recording *recording, unsigned int zone,

@@ -19,6 +19,7 @@
 
 #include "isolate.h"
 #include "record.h"
+#include "trackers.h"
 #include "zone_map.h"
 
 /* Blocks looked at before others may run, without a lock. */

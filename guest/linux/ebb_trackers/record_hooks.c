@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Recordings of what happens to free pages: what the allocator does itself.
+ * Recordings of what happens to free pages: what the allocator and the driver do.
  *
  * Tracepoints show which pages come and go. __isolate_free_page() and its way
- * back have none, and are called by compaction, by memory hotplug and by the
- * kernel's own reporting: return probes are on both. Callers hold the zone's
- * lock around them, so the handlers run under it. Calls of this module are left
- * out, because it writes them down where it makes them.
+ * back have none, and are called by trackers, by compaction, by memory hotplug
+ * and by the balloon: return probes are on both. Callers hold the zone's lock
+ * around them, so the handlers run under it. A report of the driver has a
+ * return probe as well: so the driver itself knows nothing of recordings.
  *
  * All of them are in place only during a recording. That of pages that are
  * freed directly has none behind the merge: the model knows such pages as
@@ -21,7 +21,7 @@
 #include <linux/tracepoint.h>
 
 #include "record.h"
-#include "symbols.h"
+#include "trackers.h"
 
 static void ebb_record_page(enum ebb_event event, struct page *page, unsigned int order)
 {
@@ -81,7 +81,7 @@ struct ebb_record_call {
 	unsigned int order;
 };
 
-/* Both functions have the same first two arguments. */
+/* The first two have the same first two arguments. */
 static int ebb_record_called(struct kretprobe_instance *instance, struct pt_regs *regs)
 {
 	struct ebb_record_call *call = (struct ebb_record_call *)instance->data;
@@ -91,15 +91,12 @@ static int ebb_record_called(struct kretprobe_instance *instance, struct pt_regs
 	return 0;
 }
 
-static void ebb_record_returned(struct kretprobe_instance *instance, enum ebb_event by_reporting,
+static void ebb_record_returned(struct kretprobe_instance *instance, enum ebb_event by_tracker,
 				enum ebb_event by_another)
 {
 	struct ebb_record_call *call = (struct ebb_record_call *)instance->data;
 
-	if (within_module(get_kretprobe_retaddr(instance), THIS_MODULE))
-		return;
-	ebb_record_page(ebb_reporting_at_work() ? by_reporting : by_another, call->page,
-			call->order);
+	ebb_record_page(ebb_isolates_now() ? by_tracker : by_another, call->page, call->order);
 }
 
 static int ebb_record_isolated(struct kretprobe_instance *instance, struct pt_regs *regs)
@@ -116,42 +113,94 @@ static int ebb_record_putback(struct kretprobe_instance *instance, struct pt_reg
 	return 0;
 }
 
-static struct kretprobe ebb_record_probes[2];
+/* What ebb_report_blocks() was called with. The caller keeps the blocks until it returns. */
+struct ebb_record_report {
+	const struct ebb_block *blocks;
+	unsigned int count;
+};
 
-static int ebb_record_probes_add(void)
+static void ebb_record_blocks(enum ebb_event event, const struct ebb_record_report *report)
 {
-	struct kretprobe *probes[] = { &ebb_record_probes[0], &ebb_record_probes[1] };
-	int err;
+	unsigned int i;
 
-	/* A probe cannot be registered again as it was left. */
-	ebb_record_probes[0] = (struct kretprobe){
+	for (i = 0; i < report->count; i++)
+		ebb_record_page(event, pfn_to_page(report->blocks[i].pfn),
+				report->blocks[i].order);
+}
+
+static int ebb_record_reports(struct kretprobe_instance *instance, struct pt_regs *regs)
+{
+	struct ebb_record_report *report = (struct ebb_record_report *)instance->data;
+
+	report->blocks = (const struct ebb_block *)regs_get_kernel_argument(regs, 1);
+	report->count = regs_get_kernel_argument(regs, 2);
+	ebb_record_blocks(EBB_EVENT_REPORT, report);
+	return 0;
+}
+
+static int ebb_record_reported(struct kretprobe_instance *instance, struct pt_regs *regs)
+{
+	ebb_record_blocks((int)regs_return_value(regs) ? EBB_EVENT_FAILED : EBB_EVENT_ANSWER,
+			  (struct ebb_record_report *)instance->data);
+	return 0;
+}
+
+/* Templates: a probe cannot be registered again as it was left. */
+static const struct kretprobe ebb_record_probed[] = {
+	{
 		.kp.symbol_name = "__isolate_free_page",
 		.entry_handler = ebb_record_called,
 		.handler = ebb_record_isolated,
 		.data_size = sizeof(struct ebb_record_call),
-	};
-	ebb_record_probes[1] = (struct kretprobe){
+	}, {
 		.kp.symbol_name = "__putback_isolated_page",
 		.entry_handler = ebb_record_called,
 		.handler = ebb_record_putback,
 		.data_size = sizeof(struct ebb_record_call),
-	};
-	err = register_kretprobes(probes, ARRAY_SIZE(probes));
-	if (err)
-		pr_warn("isolation cannot be recorded on this kernel (error %d)\n", err);
-	return err ? -EOPNOTSUPP : 0;
+	}, {
+		.kp.symbol_name = "ebb_balloon:ebb_report_blocks",
+		.entry_handler = ebb_record_reports,
+		.handler = ebb_record_reported,
+		.data_size = sizeof(struct ebb_record_report),
+	},
+};
+
+#define EBB_RECORD_PROBES ARRAY_SIZE(ebb_record_probed)
+
+static struct kretprobe ebb_record_probes[EBB_RECORD_PROBES];
+
+static u64 ebb_record_probes_unregister(unsigned int count)
+{
+	u64 missed = 0;
+
+	while (count--) {
+		unregister_kretprobe(&ebb_record_probes[count]);
+		missed += ebb_record_probes[count].nmissed + ebb_record_probes[count].kp.nmissed;
+	}
+	return missed;
+}
+
+static int ebb_record_probes_add(void)
+{
+	unsigned int i;
+	int err;
+
+	for (i = 0; i < EBB_RECORD_PROBES; i++) {
+		ebb_record_probes[i] = ebb_record_probed[i];
+		err = register_kretprobe(&ebb_record_probes[i]);
+		if (err) {
+			pr_warn("%s() cannot be recorded on this kernel (error %d)\n",
+				ebb_record_probed[i].kp.symbol_name, err);
+			ebb_record_probes_unregister(i);
+			return -EOPNOTSUPP;
+		}
+	}
+	return 0;
 }
 
 static u64 ebb_record_probes_remove(void)
 {
-	struct kretprobe *probes[] = { &ebb_record_probes[0], &ebb_record_probes[1] };
-	u64 missed = 0;
-	unsigned int i;
-
-	unregister_kretprobes(probes, ARRAY_SIZE(probes));
-	for (i = 0; i < ARRAY_SIZE(probes); i++)
-		missed += probes[i]->nmissed + probes[i]->kp.nmissed;
-	return missed;
+	return ebb_record_probes_unregister(EBB_RECORD_PROBES);
 }
 
 static void ebb_record_hooks_unregister(unsigned int count)
