@@ -28,7 +28,7 @@ help:
 	@echo '             root; the first run compiles a kernel (minutes)'
 	@echo 'make build   the release programs in $(PROGRAMS):'
 	@echo '             ebb, ebb-lab, ebb-agent, ebb-guest-agent; and the module'
-	@echo 'make deb     the Debian packages ebb and ebb-guest-agent, in target/deb'
+	@echo 'make deb     the Debian packages ebb, ebb-guest-agent and ebb-balloon-dkms, in target/deb'
 	@echo 'make module  the balloon driver for guests: target/ebb_balloon/RELEASE/ebb_balloon.ko'
 	@echo '             (MODULE_KERNEL=RELEASE)'
 	@echo 'make planted-bug  the monitor with a bug for the tests that exploit it'

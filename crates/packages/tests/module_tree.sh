@@ -5,7 +5,7 @@
 #
 #   module_tree.sh TREE OLD NEW
 #
-# TREE is an archive of a Debian tree with dkms, a kernel and its headers, OLD and NEW are
+# TREE is an archive of a Debian tree with dkms, openssl, a kernel and its headers, OLD and NEW are
 # directories with two versions of the package.
 set -eu
 . "$(dirname "$0")/tree.sh"
@@ -30,6 +30,7 @@ built() {
     equal 'status of dkms' "$(inside dkms status)" \
         "ebb-balloon/$1, $kernel, x86_64: installed"
     equal 'version of the module' "$(inside modinfo -k "$kernel" -F version ebb_balloon)" "$1"
+    equal 'signer' "$(inside modinfo -k "$kernel" -F signer ebb_balloon)" 'DKMS module signing key'
     equal 'sources' "$(ls "$tree/usr/src" | grep ebb)" "ebb-balloon-$1"
 }
 
@@ -74,6 +75,13 @@ install new ebb-balloon-dkms
 built "$(version new)"
 alias_means "$ours"
 
+check 'a new kernel'
+quietly dkms uninstall "ebb-balloon/$(version new)" -k "$kernel"
+[ ! -e "$tree/lib/modules/$kernel/$ours" ] || fail 'uninstall'
+quietly /etc/kernel/postinst.d/dkms "$kernel"
+built "$(version new)"
+alias_means "$ours"
+
 check 'kernels that it is built for'
 built_for() {
     # shellcheck disable=SC2016 # for bash
@@ -89,7 +97,8 @@ done
 
 check 'remove'
 quietly apt-get purge -y ebb-balloon-dkms
-files >"$tree/tmp/after"
+# The key for signing is that of dkms.
+files | grep -v '^./var/lib/dkms/mok\.' >"$tree/tmp/after"
 diff "$tree/tmp/before" "$tree/tmp/after" >"$log" || fail 'files are left'
 alias_means "$standard"
 make_initramfs

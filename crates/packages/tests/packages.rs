@@ -96,7 +96,7 @@ fn programs_in_a_clean_debian_tree() {
 
 #[test]
 fn module_in_a_clean_debian_tree() {
-    let packages = ["dkms", "linux-headers-cloud-amd64", "linux-image-cloud-amd64"];
+    let packages = ["dkms", "linux-headers-cloud-amd64", "linux-image-cloud-amd64", "openssl"];
     in_a_clean_tree("module_tree.sh", &packages);
 }
 
