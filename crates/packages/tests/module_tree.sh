@@ -45,7 +45,7 @@ guest_loads() {
     timeout 120 qemu-system-x86_64 -M q35 -accel tcg -m 512 -nodefaults -no-user-config \
         -display none -serial stdio -no-reboot -device virtio-balloon-pci \
         -kernel "$tree/boot/vmlinuz-$kernel" -initrd "$tree/tmp/initrd" \
-        -append "console=ttyS0 quiet panic=-1 $*" </dev/null >"$log" 2>&1 || fail "guest"
+        -append "console=ttyS0 quiet panic=-1 $*" </dev/null >"$log" 2>&1 || fail 'guest'
     equal 'guest' "$(tr -d '\r' <"$log" | sed -n 's/^balloon: //p')" \
         "driver $driver, loaded $driver"
 }
@@ -96,7 +96,8 @@ for release in 5.19.0-2-amd64 7.4.0 7.30.0 8.0; do
 done
 
 check 'remove'
-quietly apt-get purge -y ebb-balloon-dkms
+quietly apt-get remove -y ebb-balloon-dkms
+equal 'left for a purge' "$(inside dpkg-query -W ebb-balloon-dkms 2>/dev/null || true)" ''
 # The key for signing is that of dkms.
 files | grep -v '^./var/lib/dkms/mok\.' >"$tree/tmp/after"
 diff "$tree/tmp/before" "$tree/tmp/after" >"$log" || fail 'files are left'
