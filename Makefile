@@ -31,7 +31,7 @@ help:
 	@echo '             root; the first run compiles a kernel (minutes)'
 	@echo 'make build   the release programs in $(PROGRAMS):'
 	@echo '             ebb, ebb-lab, ebb-agent, ebb-guest-agent; and the module'
-	@echo 'make deb     the Debian packages ebb and ebb-guest-agent, in target/deb'
+	@echo 'make deb     the Debian packages ebb, ebb-guest-agent and ebb-balloon-dkms, in target/deb'
 	@echo 'make module  the balloon driver for guests and its trackers:'
 	@echo '             target/ebb_balloon/RELEASE/ebb_balloon.ko and ebb_trackers.ko'
 	@echo '             (MODULE_KERNEL=RELEASE)'

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Builds the Debian packages ebb and ebb-guest-agent from compiled programs (`make deb` compiles
-# them first). What a package contains is in crates/packages/debian.
+# Builds the Debian packages: ebb and ebb-guest-agent from compiled programs (`make deb` compiles
+# them first), ebb-balloon-dkms from the sources of the guest's modules. What a package contains is
+# in crates/packages/debian.
 #
 #   scripts/build-deb.sh PROGRAMS OUTPUT [VERSION]
 #
@@ -25,6 +26,8 @@ cp -r crates/packages/debian README.md CHANGELOG.md "$stage"
 mkdir "$stage/bin" "$stage/docs" "$stage/packages"
 cp docs/*.md docs/openapi.json "$stage/docs"
 cp guest/exec/ebb-guest-agent.service "$stage/debian"
+driver=guest/linux/ebb_balloon
+cp --parents "$driver/Kbuild" "$driver"/*.[ch] "$driver/README.md" "$stage"
 cp "$programs/ebb" "$programs/ebb-guest-agent" "$stage/bin"
 "$programs/ebb-packages" "$stage"
 {
@@ -39,7 +42,7 @@ if ! (cd "$stage" && debian/rules binary) >"$log" 2>&1; then
     cat "$log" >&2
     exit 1
 fi
-mv "$stage"/packages/*.deb "$output"
-for package in ebb ebb-guest-agent; do
-    echo "$output/${package}_${version}_amd64.deb"
+for package in "$stage"/packages/*.deb; do
+    mv "$package" "$output"
+    echo "$output/${package##*/}"
 done

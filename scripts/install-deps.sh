@@ -18,8 +18,9 @@ set -eu
 # iproute2               shaped links between network namespaces of the virtual host
 # gcc libc6-dev make     linking the static binaries, and the Makefile
 # passt                  the network of guests without any rights (--net user)
-# debhelper              building the Debian packages
-# mmdebstrap uidmap      the clean Debian tree in which they are tested
+# debhelper dh-dkms      building the Debian packages
+# mmdebstrap uidmap      the clean Debian trees in which they are tested
+# lintian                checking them
 # ca-certificates        cargo fetches crates over TLS
 #
 # With --debian:
@@ -29,7 +30,7 @@ set -eu
 # python3-pip            clients of Firecracker's API, for tests
 packages="linux-image-cloud-amd64 linux-headers-cloud-amd64 busybox-static numactl iproute2"
 packages="$packages gcc libc6-dev make passt ca-certificates"
-packages="$packages debhelper mmdebstrap uidmap"
+packages="$packages debhelper dh-dkms mmdebstrap uidmap lintian"
 debian_packages="e2fsprogs linux-source flex bison bc libelf-dev xz-utils python3-pip"
 
 # QEMU runs the virtual host, on machines whose KVM cannot run Linux, and serves as a peer for

@@ -1,5 +1,5 @@
 //! Builds the Debian packages from the programs of this build, and installs, uses, upgrades and
-//! removes them in a clean Debian tree.
+//! removes them in clean Debian trees.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -7,10 +7,9 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::LazyLock;
 
 const RELEASE: &str = "bookworm";
-/// Beside the essential packages and apt.
-const TREE_PACKAGES: &str = "man-db,systemd";
 /// Used if the machine has no source of this release.
 const MIRROR: &str = "http://deb.debian.org/debian";
 /// Makes the archive `$1` of a tree. In memory this is several times faster, but only root may
@@ -46,9 +45,9 @@ fn run(program: impl AsRef<OsStr>, arguments: &[impl AsRef<OsStr>]) -> String {
     text.into_owned()
 }
 
-/// The archive of a clean tree, made once.
-fn tree() -> PathBuf {
-    let name = format!("{RELEASE}-{}.tar", TREE_PACKAGES.replace(',', "-"));
+/// The archive of a clean tree with these packages beside the essential ones and apt, made once.
+fn tree(packages: &[&str]) -> PathBuf {
+    let name = format!("{RELEASE}-{}.tar", packages.join("-"));
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     if !path.exists() {
         let release = format!("Release: {RELEASE}");
@@ -57,40 +56,65 @@ fn tree() -> PathBuf {
             run("apt-get", &[&["indextargets", "--format", "$(REPO_URI)"], &sources[..]].concat());
         let mirror = mirrors.lines().find(|line| line.starts_with("http")).unwrap_or(MIRROR);
         let archive = path.to_str().expect("a path of text");
-        run("sh", &["-c", MAKE_TREE, "sh", archive, TREE_PACKAGES, RELEASE, mirror]);
+        run("sh", &["-c", MAKE_TREE, "sh", archive, &packages.join(","), RELEASE, mirror]);
     }
     path
 }
 
-/// Packages of this version, in a directory of their own.
-fn build(version: &str, output: &Path) -> PathBuf {
+/// Packages of this version, alone in a directory.
+fn build(version: &str, name: &str) -> PathBuf {
     let programs = Path::new(env!("CARGO_BIN_EXE_ebb-packages")).parent().unwrap();
     for program in ["ebb", "ebb-guest-agent"] {
         let file = programs.join(program);
         assert!(file.exists(), "no {}: cargo build -p ebb -p ebb-guest-agent", file.display());
     }
+    let output = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("packages-{name}"));
+    if output.exists() {
+        fs::remove_dir_all(&output).unwrap();
+    }
     run(
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/build-deb.sh"),
         &[programs.as_os_str(), output.as_os_str(), version.as_ref()],
     );
-    output.to_owned()
+    output
+}
+
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+static OLD: LazyLock<PathBuf> = LazyLock::new(|| build(VERSION, "old"));
+static NEW: LazyLock<PathBuf> = LazyLock::new(|| build(&format!("{VERSION}.1"), "new"));
+
+/// Runs a script of this directory with a tree of these packages and both versions.
+fn in_a_clean_tree(script: &str, packages: &[&str]) {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(script);
+    print!("{}", run(script, &[&tree(packages), &OLD, &NEW]));
 }
 
 #[test]
-fn packages_in_a_clean_debian_tree() {
-    let directory = tempfile::tempdir().unwrap();
-    let version = env!("CARGO_PKG_VERSION");
-    let old = build(version, &directory.path().join("old"));
-    let new = build(&format!("{version}.1"), &directory.path().join("new"));
+fn programs_in_a_clean_debian_tree() {
+    in_a_clean_tree("program_tree.sh", &["man-db", "systemd"]);
+}
 
-    let again = build(version, &directory.path().join("again"));
-    for package in ["ebb", "ebb-guest-agent"] {
-        let name = format!("{package}_{version}-1_amd64.deb");
+#[test]
+fn module_in_a_clean_debian_tree() {
+    let packages = ["dkms", "linux-headers-cloud-amd64", "linux-image-cloud-amd64", "openssl"];
+    in_a_clean_tree("module_tree.sh", &packages);
+}
+
+#[test]
+fn the_same_programs_make_the_same_packages() {
+    let again = build(VERSION, "again");
+    for name in ["ebb", "ebb-guest-agent", "ebb-balloon-dkms"] {
+        let architecture = if name == "ebb-balloon-dkms" { "all" } else { "amd64" };
+        let name = format!("{name}_{VERSION}-1_{architecture}.deb");
         let [first, second] =
-            [&old, &again].map(|each| fs::read(each.join(&name)).expect("a package"));
+            [&*OLD, &again].map(|each| fs::read(each.join(&name)).expect("a package"));
         assert!(first == second, "{name} is another one each time");
     }
+}
 
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clean_tree.sh");
-    print!("{}", run(script, &[tree(), old, new]));
+#[test]
+fn lintian_has_no_complaints() {
+    let packages = fs::read_dir(&*OLD).unwrap().map(|entry| entry.unwrap().path());
+    let options = ["--allow-root", "--fail-on=error,warning"].map(PathBuf::from);
+    run("lintian", &options.into_iter().chain(packages).collect::<Vec<_>>());
 }

@@ -492,3 +492,4 @@ module_virtio_driver(ebb_driver);
 
 MODULE_DESCRIPTION("virtio memory balloon with blocks, host requests and free page trackers");
 MODULE_LICENSE("GPL");
+MODULE_VERSION(EBB_VERSION);

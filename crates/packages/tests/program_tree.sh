@@ -1,48 +1,13 @@
 #!/bin/sh
-# Installs, uses, upgrades and removes the packages in a clean Debian tree, which is unpacked into
-# memory in namespaces of this script's own: nothing on this machine changes, and the tree has no
-# network. Ends with an error at the first check that fails.
+# Installs, uses, upgrades and removes the packages of programs in a clean Debian tree. Ends with an
+# error at the first check that fails.
 #
-#   clean_tree.sh TREE OLD NEW
+#   program_tree.sh TREE OLD NEW
 #
 # TREE is an archive of a Debian tree with man-db and systemd, OLD and NEW are directories with two
 # versions of both packages.
 set -eu
-
-if [ "${CLEAN_TREE:-}" != inside ]; then
-    # Without root's rights, in a user namespace with the subordinate ids of this user.
-    map=
-    [ "$(id -u)" = 0 ] || map='--map-root-user --map-auto'
-    # shellcheck disable=SC2086 # two options
-    CLEAN_TREE=inside exec unshare $map --mount --net --pid --fork --kill-child "$0" "$@"
-fi
-
-tree=$(mktemp -d)
-log=$tree/tmp/log
-check() { printf 'packages: %s\n' "$*"; }
-fail() {
-    printf 'packages: failed: %s\n' "$*" >&2
-    [ ! -e "$log" ] || cat "$log" >&2
-    exit 1
-}
-inside() {
-    env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive \
-        MANWIDTH=80 chroot "$tree" "$@"
-}
-# Runs a command in the tree, and prints its output only if it fails.
-quietly() { inside "$@" >"$log" 2>&1 || fail "$*"; }
-equal() { [ "$2" = "$3" ] || fail "$1: $2 instead of $3"; }
-
-mount -t tmpfs -o size=2g,mode=755 tree "$tree"
-# Devices cannot be created in a user namespace.
-tar -C "$tree" --exclude='./dev/*' -xf "$1"
-for device in null zero random urandom tty; do
-    touch "$tree/dev/$device"
-    mount --bind "/dev/$device" "$tree/dev/$device"
-done
-mount -t proc proc "$tree/proc"
-cp -r "$2" "$tree/tmp/old"
-cp -r "$3" "$tree/tmp/new"
+. "$(dirname "$0")/tree.sh"
 
 # systemd does not run here. Maintainer scripts act as if it did, and their calls are recorded.
 mkdir -p "$tree/run/systemd/system"
@@ -62,21 +27,11 @@ asked() {
 }
 enabled() { inside systemctl.real --root=/ is-enabled ebb-guest-agent 2>&1 || true; }
 
-# All files and directories but logs, caches, and dpkg's own records.
-files() {
-    (cd "$tree" && find . \( -path ./proc -o -path ./dev -o -path ./tmp -o -path ./run \
-        -o -path ./var/log -o -path ./var/cache -o -path './var/lib/dpkg' \
-        -o -path ./var/lib/apt \) -prune -o -print | LC_ALL=C sort)
-}
-
 files >"$tree/tmp/before"
 : >"$tree/tmp/systemctl"
-old=$(cd "$tree/tmp/old" && echo *.deb)
-new=$(cd "$tree/tmp/new" && echo *.deb)
 
-check "install $old"
-# shellcheck disable=SC2046 # the names have no blanks
-quietly apt-get install -y $(printf ' /tmp/old/%s' $old)
+check 'install'
+install old ebb ebb-guest-agent
 equal 'status' "$(inside dpkg-query -W -f '${db:Status-Status} ' ebb ebb-guest-agent)" \
     'installed installed '
 equal 'changed files' "$(inside dpkg --verify ebb ebb-guest-agent)" ''
@@ -131,9 +86,8 @@ equal 'complaints of systemd' "$(grep ebb-guest-agent "$log" || true)" ''
 equal 'units of ebb' "$(inside dpkg -L ebb | grep -c systemd || true)" 0
 inside systemctl.real --root=/ disable ebb-guest-agent >"$log" 2>&1 || fail 'disable'
 
-check "upgrade to $new"
-# shellcheck disable=SC2046 # the names have no blanks
-quietly apt-get install -y $(printf ' /tmp/new/%s' $new)
+check 'upgrade'
+install new ebb ebb-guest-agent
 [ "$(inside dpkg-query -W -f '${Version}' ebb)" != "$version" ] || fail 'not upgraded'
 asked 'restart.* ebb-guest-agent.service'
 equal 'a disabled unit after the upgrade' "$(enabled)" disabled
@@ -145,7 +99,7 @@ asked 'stop.* ebb-guest-agent.service'
 equal 'programs left' "$(ls "$tree/usr/bin" | grep -c ebb || true)" 0
 equal 'status of ebb' "$(inside dpkg-query -W -f '${db:Status-Status}' ebb 2>/dev/null || true)" ''
 check 'install again, purge'
-quietly apt-get install -y $(printf ' /tmp/new/%s' $new)
+install new ebb ebb-guest-agent
 equal 'the unit after a second installation' "$(enabled)" enabled
 quietly apt-get purge -y ebb ebb-guest-agent
 case $(enabled) in enabled | disabled | masked) fail 'the unit is left' ;; esac
