@@ -18,7 +18,7 @@ use super::mapper::{Mapper, check_size};
 use crate::clock;
 use crate::memory::PAGE_BYTES;
 
-/// Maximum number of passes.
+/// Maximum number of passes of either kind.
 pub const PASS_LIMIT: u32 = 1000;
 /// Statistics of the scheduler (Linux Documentation/scheduler/sched-stats.rst).
 const SCHEDSTAT: &str = "/proc/schedstat";
@@ -28,8 +28,8 @@ const SHORT_MS: u64 = 1;
 const RUN_TIME_FIELD: usize = 6;
 
 /// Parameters of a run: one task maps memory, writes a byte to each page and unmaps it, a number of
-/// times. It is idle before the first pass and after the last one, so that a tracker's delayed work
-/// is done apart from the passes.
+/// times. It is idle before the first measured pass and after the last one, so that a tracker's
+/// delayed work is done apart from these passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FaultInstructions {
     /// Kind of the mappings.
@@ -37,7 +37,10 @@ pub struct FaultInstructions {
     /// Size of each mapping: a multiple of the page size, with [`FaultKind::Fault1Huge`] of the
     /// huge page size.
     pub mapping_bytes: u64,
-    /// Number of passes, 1 to [`PASS_LIMIT`]; one more is not measured.
+    /// Number of passes before these, which are not measured: the first ones allocate a file's
+    /// pages and activate them (Linux `mark_page_accessed`).
+    pub warm_up_passes: u32,
+    /// Number of measured passes, 1 to [`PASS_LIMIT`].
     pub passes: u32,
     /// Idle time before and after the passes in ms.
     pub idle_ms: u64,
@@ -60,9 +63,11 @@ impl FaultInstructions {
     /// Runs the measurement.
     pub fn run(self) -> Result<InstructionReport, String> {
         check_size(self.kind, self.mapping_bytes)?;
-        if !(1..=PASS_LIMIT).contains(&self.passes) {
-            let passes = self.passes;
-            return Err(format!("passes: {passes} requested; 1 to {PASS_LIMIT} are possible"));
+        let (passes, warm_up) = (self.passes, self.warm_up_passes);
+        if !(1..=PASS_LIMIT).contains(&passes) || warm_up > PASS_LIMIT {
+            return Err(format!(
+                "passes: {passes} and {warm_up} before them requested; 1 to {PASS_LIMIT} are possible"
+            ));
         }
         self.measure().map_err(|error| error.to_string())
     }
@@ -70,7 +75,9 @@ impl FaultInstructions {
     fn measure(self) -> io::Result<InstructionReport> {
         let mapper = Mapper::new(self.kind, self.mapping_bytes)?;
         let mut report = InstructionReport::default();
-        pass(&mapper)?;
+        for _ in 0..self.warm_up_passes {
+            pass(&mapper)?;
+        }
         others_ns_after(self.idle_ms)?;
         for _ in 0..self.passes {
             let one = pass(&mapper)?;
@@ -128,6 +135,7 @@ mod tests {
     const RUN: FaultInstructions = FaultInstructions {
         kind: FaultKind::Fault1,
         mapping_bytes: 1 << 20,
+        warm_up_passes: 1,
         passes: 2,
         idle_ms: 1,
     };
