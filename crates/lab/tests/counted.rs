@@ -1,10 +1,11 @@
 //! Costs of the trackers in instructions, compared with committed ones.
 //!
 //! Guests run in an emulator that counts, so that the result depends neither on the machine nor on
-//! its load. The tracker must not cost more per page than in the baseline, by one percent of what
-//! the page costs without a tracker. Another compiler of the guest's agent does not matter, since
-//! only differences to the guest without a tracker are compared; another kernel does, and Debian
-//! renews its own every few weeks: overheads are then only compared with wide bounds.
+//! its load. A tracker must not cost more than in the baseline by one percent of what a page costs
+//! without a tracker. Only differences to the guest without a tracker are compared: the counts
+//! themselves change with the agent's compiler and with the size of the initramfs. The differences
+//! change with the kernel, which Debian renews every few weeks: with another release than the
+//! baseline's, overheads are only compared with wide bounds.
 //!
 //! `UPDATE=1 cargo test -p ebb-lab --test counted` renews the baseline, after
 //! `cargo build -p ebb-agent` and `make module`.

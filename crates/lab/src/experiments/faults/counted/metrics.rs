@@ -162,6 +162,7 @@ fn workloads(found: &Found) -> DataTable {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::report::figures::Value;
 
     fn counts(free: u64, afterwards: u64) -> Vec<Count> {
         let report = InstructionReport { pages: 100, fault: 90_000, free, afterwards };
@@ -193,7 +194,7 @@ mod tests {
         assert_eq!(metric(0, "overhead_percent"), Some(0.0));
         assert_eq!(metric(1, "overhead_percent"), Some(2.0));
         assert_eq!(metric(1, "fault2_extra_instructions_per_fault"), Some(20.0));
-        let row: Vec<String> = all[1].tables[0].rows[0].iter().map(|value| value.shown()).collect();
+        let row: Vec<String> = all[1].tables[0].rows[0].iter().map(Value::shown).collect();
         assert_eq!(row, ["page_fault1", "900", "120", "0", "20", "2", "900", "400"]);
         assert!(all[2].error.as_ref().unwrap().contains("has ended"));
     }
