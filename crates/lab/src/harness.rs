@@ -8,6 +8,7 @@ pub mod counters;
 pub mod devices;
 pub mod direct;
 pub mod driver;
+pub mod emulator;
 pub mod experiment;
 pub mod guest;
 pub mod guest_process;

@@ -178,6 +178,9 @@ impl Agent {
                 let run = PageFaults { kind, tasks, task_kind, seconds, mapping_bytes };
                 return self.job(id, || run.run().and_then(|report| document(&report)));
             }
+            Command::FaultInstructions(run) => {
+                return self.job(id, || run.run().and_then(|report| document(&report)));
+            }
             Command::Churn { bytes, tasks, seed, operations, seconds } => {
                 let churn = Churn { bytes, tasks, seed, operations, seconds };
                 return self.job(id, || churn.run().and_then(|report| document(&report)));

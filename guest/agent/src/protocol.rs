@@ -10,6 +10,7 @@ use serde_json::Value;
 use crate::command_line::BalloonDriver;
 use crate::disk_load::DiskLoad;
 use crate::meminfo::MemInfo;
+use crate::page_faults::instructions::FaultInstructions;
 use crate::page_faults::{FaultKind, TaskKind};
 use crate::vsock::Service;
 
@@ -145,6 +146,9 @@ pub enum Command {
         /// Size of each mapping; 128 MiB in will-it-scale.
         mapping_bytes: u64,
     },
+    /// Counts instructions of page faults and frees: see [`crate::page_faults::instructions`].
+    /// Result: a [`crate::page_faults::instructions::InstructionReport`].
+    FaultInstructions(FaultInstructions),
     /// Maps, writes, checks and frees memory in many ways: see [`crate::churn`]. Ends after
     /// `operations` or `seconds`, whichever comes first; one of them must be given. Result: a
     /// [`crate::churn::ChurnReport`].

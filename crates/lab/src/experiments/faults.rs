@@ -8,6 +8,8 @@
 //! each other equally often; each time is compared with that without a tracker in the same round,
 //! and the result is the median of these comparisons with a confidence interval. A second turn
 //! without a tracker shows the noise of the comparison.
+//!
+//! Further series count instructions instead, in an emulator, which have no noise (`counted`).
 
 use ebb_agent::page_faults::{FaultKind, TaskKind};
 use serde::Serialize;
@@ -18,9 +20,10 @@ use crate::harness::experiment::{Experiment, Run, SeriesPlan, parameters};
 use crate::harness::monitor::Setup;
 use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::testbed::Testbed;
-use crate::report::results::{Scale, Series};
+use crate::report::results::{MetricInfo, Scale, Series};
 
 mod analysis;
+pub mod counted;
 mod metrics;
 mod order;
 mod slots;
@@ -33,8 +36,8 @@ pub static FAULTS: Experiment = Experiment {
     host: |scale, _| sizes(scale).host,
     parameters: |scale| parameters(&sizes(scale)),
     guests: |scale| sizes(scale).boots * CPUS.len() as u32,
-    metrics: metrics::describe,
-    series: || TRACKERS.map(plan).into(),
+    metrics: describe,
+    series: || TRACKERS.map(plan).into_iter().chain(counted::plans()).collect(),
     ..Experiment::DEFAULT
 };
 
@@ -76,7 +79,8 @@ const KINDS: [Kind; 4] = [
 ];
 
 /// The trackers, by the names of their series. The others are compared with the one that is off.
-const TRACKERS: [Tracker; 4] = [Tracker::Off, Tracker::Percpu, Tracker::Bitmap, Tracker::Reporting];
+pub const TRACKERS: [Tracker; 4] =
+    [Tracker::Off, Tracker::Percpu, Tracker::Bitmap, Tracker::Reporting];
 
 fn sizes(scale: Scale) -> Sizes {
     match scale {
@@ -122,6 +126,16 @@ fn plan(tracker: Tracker) -> SeriesPlan {
     SeriesPlan::new(tracker.name(), summary, Run::SameGuests(setup, run))
 }
 
+/// The metrics in time and in instructions; the overheads are metrics of both.
+fn describe() -> Vec<MetricInfo> {
+    let mut all = metrics::describe();
+    let further = counted::metrics::describe();
+    let is_new = |info: &MetricInfo| all.iter().all(|of| of.name != info.name);
+    let further: Vec<MetricInfo> = further.into_iter().filter(is_new).collect();
+    all.extend(further);
+    all
+}
+
 fn run(testbed: &mut Testbed<'_>, series: &mut [Series]) -> Result<(), LabError> {
     // Guests boot without a tracker; each turn switches its own on.
     testbed.run_like(Setup { driver: Driver::switching(), ..Setup::EBB });
@@ -147,6 +161,6 @@ mod tests {
     fn the_full_size_has_all_workloads_tasks_and_trackers() {
         let sizes = sizes(Scale::Full);
         assert!(sizes.boots >= 5 && sizes.task_kinds.len() == 2 && sizes.kinds.len() == 4);
-        assert_eq!((FAULTS.series)().len(), 4);
+        assert_eq!((FAULTS.series)().len(), 8);
     }
 }

@@ -47,7 +47,7 @@ impl FoundAssets {
         let elf = PathBuf::from("/ebb/vmlinux");
         let assets = Assets {
             ebb: present("the monitor", "/bin/ebb")?,
-            qemu: find_program(QEMU),
+            qemu: find_qemu(),
             bzimage: present("the guest's kernel", "/ebb/vmlinuz")?,
             elf: elf.is_file().then_some(elf),
             initrd: present("the guest's initramfs", "/ebb/guest.cpio")?,
@@ -65,25 +65,11 @@ impl FoundAssets {
     /// [`LabError::VirtualHost`] when there is no kernel or its modules, [`LabError::MissingFile`]
     /// without an agent.
     pub fn on_this_machine(needs: Needs) -> Result<Self, LabError> {
-        let kernel = Kernel::find(None)?;
-        let agent = programs::find_agent(None).ok_or_else(|| LabError::MissingFile {
-            what: "the guest agent",
-            path: PathBuf::from("ebb-agent"),
-            remedy: "build it (cargo build -p ebb-agent) into the directory of ebb-lab, or name it \
-                     in EBB_AGENT",
-        })?;
         let directory = tempfile::tempdir().map_err(LabError::of_file(env::temp_dir()))?;
+        let BootFiles { kernel, initrd, module } = BootFiles::write_to(directory.path(), needs)?;
         let elf = directory.path().join("vmlinux");
         fs::write(&elf, vmlinux(&kernel.image, &Cache::of_user())?)
             .map_err(LabError::of_file(&elf))?;
-        let initrd = directory.path().join("guest.cpio");
-        let file = File::create(&initrd).map_err(LabError::of_file(&initrd))?;
-        let mut image = GuestImage::new(agent, kernel.clone());
-        image.memhog = memhog_here(needs);
-        image.modules = needs.guest_modules.iter().map(|name| (*name).to_owned()).collect();
-        image.programs = Needed::paths(needs.guest_programs)?;
-        let module = presence(image.balloon_module.is_some());
-        guest_image::build(&image, file)?;
         let ebb = programs::find_monitor(None).ok_or_else(|| LabError::MissingFile {
             what: "the monitor",
             path: PathBuf::from("ebb"),
@@ -92,7 +78,7 @@ impl FoundAssets {
         })?;
         let assets = Assets {
             ebb,
-            qemu: find_program(QEMU),
+            qemu: find_qemu(),
             bzimage: kernel.image,
             elf: Some(elf),
             initrd,
@@ -100,6 +86,43 @@ impl FoundAssets {
             debian: debian::guest_files(&Cache::of_user()),
         };
         Ok(Self { assets, _directory: Some(directory) })
+    }
+}
+
+/// What a guest boots.
+#[derive(Debug)]
+pub struct BootFiles {
+    /// The machine's own kernel package.
+    pub kernel: Kernel,
+    /// The initramfs with the agent.
+    pub initrd: PathBuf,
+    /// Whether the initramfs has the module `ebb_balloon`.
+    pub module: Presence,
+}
+
+impl BootFiles {
+    /// Finds the kernel and writes an initramfs to `directory`.
+    ///
+    /// # Errors
+    /// [`LabError::VirtualHost`] when there is no kernel or its modules, [`LabError::MissingFile`]
+    /// without an agent.
+    pub fn write_to(directory: &Path, needs: Needs) -> Result<Self, LabError> {
+        let kernel = Kernel::find(None)?;
+        let agent = programs::find_agent(None).ok_or_else(|| LabError::MissingFile {
+            what: "the guest agent",
+            path: PathBuf::from("ebb-agent"),
+            remedy: "build it (cargo build -p ebb-agent) into the directory of ebb-lab, or name it \
+                     in EBB_AGENT",
+        })?;
+        let initrd = directory.join("guest.cpio");
+        let file = File::create(&initrd).map_err(LabError::of_file(&initrd))?;
+        let mut image = GuestImage::new(agent, kernel.clone());
+        image.memhog = memhog_here(needs);
+        image.modules = needs.guest_modules.iter().map(|name| (*name).to_owned()).collect();
+        image.programs = Needed::paths(needs.guest_programs)?;
+        let module = presence(image.balloon_module.is_some());
+        guest_image::build(&image, file)?;
+        Ok(Self { kernel, initrd, module })
     }
 }
 
@@ -119,6 +142,11 @@ fn presence(is_there: bool) -> Presence {
 /// [`LabError::VirtualHost`] when there is no kernel.
 pub fn module_here() -> Result<Presence, LabError> {
     Ok(presence(balloon_module::find(None, &Kernel::find(None)?.release).is_some()))
+}
+
+/// QEMU, if installed.
+pub fn find_qemu() -> Option<PathBuf> {
+    find_program(QEMU)
 }
 
 /// A program in `PATH`.

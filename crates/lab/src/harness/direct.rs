@@ -31,8 +31,17 @@ pub enum Chosen {
 impl Selection {
     /// The series about the machine itself, and those about guests.
     pub fn by_subject(self) -> (Vec<SeriesPlan>, Self) {
-        let (machine, guests) = self.plans.into_iter().partition(|plan| plan.setup().is_none());
-        (machine, Self { plans: guests, chosen: self.chosen })
+        self.partition(|plan| plan.setup().is_none())
+    }
+
+    /// The series in an emulator, and all others.
+    pub fn by_emulation(self) -> (Vec<SeriesPlan>, Self) {
+        self.partition(SeriesPlan::is_emulated)
+    }
+
+    fn partition(self, first: impl Fn(&SeriesPlan) -> bool) -> (Vec<SeriesPlan>, Self) {
+        let (first, rest) = self.plans.into_iter().partition(first);
+        (first, Self { plans: rest, chosen: self.chosen })
     }
 
     /// Leaves out, or refuses, series whose requirements are not met here; returns the reasons for
@@ -42,13 +51,13 @@ impl Selection {
     /// [`LabError::Missing`] for a series that was requested by its name, or when none is left.
     pub fn keep_possible(
         &mut self,
-        missing: impl Fn(&Setup) -> Option<Missing>,
+        missing: impl Fn(&SeriesPlan) -> Option<Missing>,
     ) -> Result<Vec<String>, LabError> {
         let mut left_out = Vec::new();
         let mut kept = Vec::new();
         let mut last = None;
         for plan in self.plans.drain(..) {
-            match plan.setup().and_then(&missing) {
+            match missing(&plan) {
                 None => kept.push(plan),
                 Some(missing) if self.chosen == Chosen::ByName => return Err(missing.into()),
                 Some(missing) => {
@@ -95,7 +104,7 @@ pub fn run_guests(
     }
     let host_memory_mib = host.memory_mib;
     events.send(Event::Host(host));
-    for reason in selection.keep_possible(|setup| assets.missing(setup))? {
+    for reason in selection.keep_possible(|plan| assets.missing(plan.setup()?))? {
         events.step(0, reason);
     }
     events.step(0, "touches the host's memory once");
@@ -114,7 +123,7 @@ pub fn run_guests(
                     all.iter_mut().try_for_each(|series| run(&mut testbed(setup), series))
                 }
                 Run::SameGuests(setup, run) => run(&mut testbed(setup), all),
-                Run::Machine(_) | Run::MachineInTurns(_) => Ok(()),
+                Run::Machine(_) | Run::MachineInTurns(_) | Run::Emulated(_) => Ok(()),
             };
             for series in all {
                 series.error = outcome.as_ref().err().map(ToString::to_string);
@@ -143,7 +152,7 @@ pub fn run_on_machine(
     let machine = OnMachine { size, place, events };
     for group in plans.chunk_by(SeriesPlan::runs_with) {
         in_series(group, 1, events, |all| match group.first().map(|plan| &plan.run) {
-            Some(Run::MachineInTurns(run)) => run(machine, all),
+            Some(Run::MachineInTurns(run) | Run::Emulated(run)) => run(machine, all),
             Some(Run::Machine(run)) => {
                 for series in all {
                     series.error = run(machine, series).err().map(|error| error.to_string());
@@ -196,7 +205,7 @@ mod tests {
     #[test]
     fn a_default_series_that_cannot_run_is_left_out_with_its_reason() {
         let mut chosen = selection(&["reporting", "qemu-reporting"], Chosen::ByDefault);
-        let reasons = chosen.keep_possible(|setup| bare().missing(setup)).unwrap();
+        let reasons = chosen.keep_possible(|plan| bare().missing(plan.setup()?)).unwrap();
         assert_eq!(chosen.plans.len(), 1);
         assert!(
             reasons[0].contains("qemu-reporting") && reasons[0].contains("apt-get install"),
@@ -208,7 +217,7 @@ mod tests {
     fn a_series_requested_by_name_is_refused_with_its_reason() {
         let mut chosen = selection(&["vmlinux-pvh"], Chosen::ByName);
         assert!(matches!(
-            chosen.keep_possible(|setup| bare().missing(setup)),
+            chosen.keep_possible(|plan| bare().missing(plan.setup()?)),
             Err(LabError::Missing(_))
         ));
     }
@@ -218,7 +227,7 @@ mod tests {
         let experiment = experiments::find("clock").unwrap();
         let plans = experiment.choose(Some(&["raw".to_owned()])).unwrap();
         let mut chosen = Selection { plans, chosen: Chosen::ByName };
-        assert!(chosen.keep_possible(|setup| bare().missing(setup)).unwrap().is_empty());
+        assert!(chosen.keep_possible(|plan| bare().missing(plan.setup()?)).unwrap().is_empty());
         let (machine, guests) = chosen.by_subject();
         assert_eq!((machine.len(), guests.plans.len()), (1, 0));
         let (machine, guests) =
@@ -229,6 +238,6 @@ mod tests {
     #[test]
     fn an_empty_selection_is_an_error() {
         let mut chosen = selection(&["qemu-reporting"], Chosen::ByDefault);
-        assert!(chosen.keep_possible(|setup| bare().missing(setup)).is_err());
+        assert!(chosen.keep_possible(|plan| bare().missing(plan.setup()?)).is_err());
     }
 }

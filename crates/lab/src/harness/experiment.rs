@@ -46,15 +46,7 @@ impl Experiment {
         host: |_, _| HostShape { memory_mib: 0, swap_mib: 0, nodes: 1 },
         parameters: |_| Parameters::new(),
         guests: |_| 1,
-        needs: Needs {
-            memhog: false,
-            network: false,
-            merging: false,
-            programs: &[],
-            modules: &[],
-            guest_programs: &[],
-            guest_modules: &[],
-        },
+        needs: Needs::NONE,
         machine_lacks: || None,
         metrics: Vec::new,
         series: Vec::new,
@@ -118,6 +110,19 @@ pub struct Needs {
     pub guest_modules: &'static [&'static str],
 }
 
+impl Needs {
+    /// None.
+    pub const NONE: Self = Self {
+        memhog: false,
+        network: false,
+        merging: false,
+        programs: &[],
+        modules: &[],
+        guest_programs: &[],
+        guest_modules: &[],
+    };
+}
+
 /// A program that an experiment needs: its path, and the package that has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Needed {
@@ -178,6 +183,9 @@ pub enum Run {
     /// The same, in turns with all others of this kind, because a machine's speed varies over time;
     /// a series that fails gets its error.
     MachineInTurns(fn(OnMachine<'_>, &mut [Series])),
+    /// With guests in an emulator on this machine, even if other guests run in the virtual host,
+    /// and together with all others of this kind; a series that fails gets its error.
+    Emulated(fn(OnMachine<'_>, &mut [Series])),
 }
 
 /// One series that an experiment offers.
@@ -205,12 +213,17 @@ impl SeriesPlan {
         Self { runs: Runs::WhenNamed, ..self }
     }
 
-    /// How its guests are run; `None` for a series without.
+    /// How its guests are run; `None` for a series without guests on KVM.
     pub fn setup(&self) -> Option<&Setup> {
         match &self.run {
             Run::Guests(setup, _) | Run::SameGuests(setup, _) => Some(setup),
-            Run::Machine(_) | Run::MachineInTurns(_) => None,
+            Run::Machine(_) | Run::MachineInTurns(_) | Run::Emulated(_) => None,
         }
+    }
+
+    /// Whether its guests run in an emulator.
+    pub fn is_emulated(&self) -> bool {
+        matches!(self.run, Run::Emulated(_))
     }
 
     /// Whether it runs together with this one.
@@ -219,6 +232,7 @@ impl SeriesPlan {
             (&self.run, &other.run),
             (Run::SameGuests(..), Run::SameGuests(..))
                 | (Run::MachineInTurns(_), Run::MachineInTurns(_))
+                | (Run::Emulated(_), Run::Emulated(_))
         )
     }
 }

@@ -49,7 +49,8 @@ pub fn run(
     let mut selection = selection.clone();
     let module = module_here()?;
     let debian = debian::guest_files(&Cache::of_user());
-    let missing = |setup: &Setup| {
+    let missing = |plan: &SeriesPlan| {
+        let setup = plan.setup()?;
         let no_debian = (setup.debian && debian.is_none()).then_some(Missing::Debian);
         no_debian.or_else(|| setup.missing_in_guest(module))
     };

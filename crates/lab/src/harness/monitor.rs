@@ -16,7 +16,7 @@ use crate::harness::tap;
 
 /// Arguments for every guest's kernel: a quiet serial console, and an end instead of a hang after a
 /// crash.
-const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet loglevel=1 panic=-1 reboot=t";
+pub(crate) const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet loglevel=1 panic=-1 reboot=t";
 
 /// A virtual machine monitor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

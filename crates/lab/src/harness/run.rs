@@ -9,10 +9,10 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use crate::LabError;
 use crate::harness::assets::FoundAssets;
 use crate::harness::direct::{self, Selection};
-use crate::harness::experiment::Experiment;
+use crate::harness::experiment::{Experiment, SeriesPlan};
 use crate::harness::size::RunSize;
 use crate::harness::target::{self, Wanted};
-use crate::harness::{host, in_virtual_host};
+use crate::harness::{emulator, host, in_virtual_host};
 use crate::report::event::{Collector, Event, Events};
 use crate::report::progress::Progress;
 use crate::report::results::{Place, Results, SCHEMA_VERSION};
@@ -41,11 +41,16 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
     let started_unix_s =
         SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let machine = host::machine()?;
+    let mut selection = request.selection.clone();
+    let missing = |plan: &SeriesPlan| if plan.is_emulated() { emulator::missing() } else { None };
+    for reason in selection.keep_possible(missing)? {
+        progress.say(&reason);
+    }
     // Series about the machine run on the machine, unless the virtual host was requested for all.
     let wanted = where_to_run(request)?;
     let (on_machine, with_guests) = match wanted {
-        Wanted::VirtualHost => (Vec::new(), request.selection.clone()),
-        Wanted::Auto | Wanted::Direct => request.selection.clone().by_subject(),
+        Wanted::VirtualHost => selection.by_emulation(),
+        Wanted::Auto | Wanted::Direct => selection.by_subject(),
     };
     let place = if with_guests.plans.is_empty() {
         Place::Direct

@@ -41,7 +41,7 @@ pub fn markdown(results: &Results) -> String {
     format!("{}\n\n{}", origin(results), body(results, "- "))
 }
 
-/// The table of the metrics: a row for each, a column for each series.
+/// The table of the metrics: a row for each that a series has a value of, a column for each series.
 pub fn metrics(results: &Results) -> String {
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN);
@@ -50,6 +50,9 @@ pub fn metrics(results: &Results) -> String {
     table.set_header([Cell::new("")].into_iter().chain(names));
     for metric in &results.metrics {
         let value = |series: &Series| series.metrics.get(&metric.name).copied().flatten();
+        if results.series.iter().all(|series| value(series).is_none()) {
+            continue;
+        }
         let values = results.series.iter().map(|series| cell(number(value(series))));
         let title = Cell::new(heading(&metric.title, &metric.unit));
         table.add_row([title].into_iter().chain(values));
@@ -124,6 +127,15 @@ mod tests {
         let values: Vec<&str> =
             row.split([' ', '|']).filter(|word| !word.is_empty()).rev().take(2).collect();
         assert_eq!(values, ["4.25", "-"]);
+    }
+
+    #[test]
+    fn a_metric_that_no_series_measured_has_no_row() {
+        let mut results = example();
+        let mut never = results.metrics[0].clone();
+        (never.name, never.title) = ("never_s".to_owned(), "Never measured".to_owned());
+        results.metrics.push(never);
+        assert!(!render(&results).contains("Never measured"));
     }
 
     #[test]

@@ -8,18 +8,20 @@
 //! gets huge pages.
 
 mod board;
+pub mod instructions;
+mod mapper;
 
 use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::mm::Advice;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 
 use crate::child::Child;
-use crate::memory::{HUGE_PAGE_BYTES, Mapping, PAGE_BYTES, Sharing, unnamed_file};
+use crate::memory::PAGE_BYTES;
 use board::{Board, SharedBoard};
+use mapper::{Mapper, check_size};
 
 /// Maximum number of tasks of a run.
 pub const TASK_LIMIT: u32 = 64;
@@ -108,12 +110,7 @@ impl PageFaults {
         };
         limits("tasks", self.tasks, TASK_LIMIT)?;
         limits("seconds", self.seconds, SECONDS_LIMIT)?;
-        let unit =
-            if self.kind == FaultKind::Fault1Huge { HUGE_PAGE_BYTES } else { PAGE_BYTES } as u64;
-        match self.mapping_bytes {
-            bytes if bytes > 0 && bytes.is_multiple_of(unit) => Ok(()),
-            bytes => Err(format!("mapping_bytes: {bytes} is not a multiple of {unit}")),
-        }
+        check_size(self.kind, self.mapping_bytes)
     }
 
     fn run_processes(
@@ -201,28 +198,11 @@ impl PageFaults {
     }
 
     fn fault(self, board: &Board, index: usize) -> io::Result<()> {
-        let file = match self.kind {
-            FaultKind::Fault2 | FaultKind::Fault3 => Some(unnamed_file(self.mapping_bytes)?),
-            FaultKind::Fault1 | FaultKind::Fault1Huge => None,
-        };
-        let map = || match (self.kind, &file) {
-            (FaultKind::Fault2, Some(file)) => {
-                Mapping::of_file(file, self.mapping_bytes, Sharing::Private)
-            }
-            (FaultKind::Fault3, Some(file)) => {
-                Mapping::of_file(file, self.mapping_bytes, Sharing::Shared)
-            }
-            (FaultKind::Fault1Huge, _) => Mapping::huge(self.mapping_bytes),
-            _ => {
-                let mut mapping = Mapping::new(self.mapping_bytes)?;
-                mapping.advise(0..mapping.pages(), Advice::LinuxNoHugepage)?;
-                Ok(mapping)
-            }
-        };
+        let mapper = Mapper::new(self.kind, self.mapping_bytes)?;
         board.wait_for_go(POLL);
         let mut count = 0;
         loop {
-            let mut mapping = map()?;
+            let mut mapping = mapper.map()?;
             for page in 0..mapping.pages() {
                 mapping.write_byte(page * PAGE_BYTES);
                 count += 1;

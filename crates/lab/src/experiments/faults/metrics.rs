@@ -136,13 +136,13 @@ fn too_noisy(found: &Found, noise_percent: Option<f64>) -> Vec<String> {
     all.filter_map(line).collect()
 }
 
-fn geometric_mean(values: impl Iterator<Item = f64>) -> Option<f64> {
+pub(super) fn geometric_mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     let logarithms: Vec<f64> = values.map(f64::ln).collect();
     (!logarithms.is_empty())
         .then(|| (logarithms.iter().sum::<f64>() / logarithms.len() as f64).exp())
 }
 
-fn title_of(kind: FaultKind) -> &'static str {
+pub(super) fn title_of(kind: FaultKind) -> &'static str {
     KINDS.into_iter().find(|(of, ..)| *of == kind).map_or("", |(_, _, title)| title)
 }
 
