@@ -156,11 +156,28 @@ fn free_pages_are_shown_by_size() {
 }
 
 #[test]
+fn reclaimed_memory_is_shown() {
+    let machine = machine(Mood::Willing);
+    let text = machine.ctl("reclaim");
+    assert_eq!(value(&text, "request"), "8: done");
+    assert_eq!(value(&text, "reported"), "6M");
+    assert_eq!(value(&text, "resident"), "2M, before 8M");
+    assert_eq!(machine.json("reclaim --min-order 0")["min_order"], 0);
+    assert!(parse("s", "reclaim --min-order 19").is_err());
+}
+
+#[test]
 fn refusals_and_dead_sockets_are_explained() {
     let machine_without = machine(Mood::NoBalloon);
     assert_eq!(value(&machine_without.ctl("vm"), "balloon"), "none");
-    for words in ["balloon", "balloon set 1G", "statistics", "statistics-interval 1", "free-pages"]
-    {
+    for words in [
+        "balloon",
+        "balloon set 1G",
+        "statistics",
+        "statistics-interval 1",
+        "free-pages",
+        "reclaim",
+    ] {
         let error = machine_without.error(words);
         assert!(
             error.contains("no balloon device") && error.contains("--balloon"),
