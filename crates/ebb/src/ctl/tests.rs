@@ -160,8 +160,8 @@ fn reclaimed_memory_is_shown() {
     let machine = machine(Mood::Willing);
     let text = machine.ctl("reclaim");
     assert_eq!(value(&text, "request"), "8: done");
-    assert_eq!(value(&text, "reported"), "6M");
-    assert_eq!(value(&text, "resident"), "2M, before 8M");
+    assert_eq!(value(&text, "reported"), "6.0 MiB");
+    assert_eq!(value(&text, "resident"), "2.0 MiB, before 8.0 MiB");
     assert_eq!(machine.json("reclaim --min-order 0")["min_order"], 0);
     assert!(parse("s", "reclaim --min-order 19").is_err());
 }
