@@ -20,7 +20,7 @@ MODULE_DIRECTORY = target/ebb_balloon/$(MODULE_KERNEL)
 MODULE = $(MODULE_DIRECTORY)/ebb_balloon.ko
 
 .PHONY: help deps build deb module module-of-kernel planted-bug demo test test-long test-clients
-.PHONY: bench lint style fmt doc fuzz clean
+.PHONY: test-kernels bench lint style fmt doc fuzz clean
 
 help:
 	@echo 'make demo    install the dependencies, build, and run the main experiment on real Linux'
@@ -29,6 +29,7 @@ help:
 	@echo 'make test-long  the tests on real guests with full counts (hours); writes $(LONG_RESULTS)'
 	@echo 'make test-clients  a Debian guest, passt, and clients of the API of Firecracker, unmodified; as'
 	@echo '             root; the first run compiles a kernel (minutes)'
+	@echo 'make test-kernels  the tests of the modules on newer kernels, from backports; as root'
 	@echo 'make build   the release programs in $(PROGRAMS):'
 	@echo '             ebb, ebb-lab, ebb-agent, ebb-guest-agent; and the module'
 	@echo 'make deb     the Debian packages ebb, ebb-guest-agent and ebb-balloon-dkms, in target/deb'
@@ -111,6 +112,11 @@ test-clients:
 	scripts/install-deps.sh --debian
 	$(CARGO) build --locked -p ebb -p ebb-guest-agent
 	$(CARGO) test --locked -p ebb --test clients -- --ignored $(CLIENTS)
+
+# KERNELS=trixie for one of them, TESTS=NAME for tests with this name.
+test-kernels:
+	$(CARGO) build --locked -p ebb -p ebb-agent -p ebb-guest-agent
+	scripts/test-kernels.sh $(or $(KERNELS),'') $(TESTS)
 
 bench:
 	$(CARGO) bench --locked -p ebb-balloon -p ebb-guest-ram -p ebb-migration -p ebb-page-merge

@@ -20,13 +20,13 @@
 /* No reclaim: other orders are tried first. */
 #define BLOCK_FLAGS	(__GFP_NORETRY | __GFP_NOWARN | __GFP_NOMEMALLOC)
 
-static bool is_kept_whole(unsigned int order)
+static bool ebb_is_kept_whole(unsigned int order)
 {
 	return order && order >= pageblock_order;
 }
 
 /* Tools that want to see each allocation. */
-static bool allocator_is_observed(void)
+static bool ebb_allocator_is_observed(void)
 {
 	return IS_ENABLED(CONFIG_KASAN) || IS_ENABLED(CONFIG_KMSAN) ||
 	       IS_ENABLED(CONFIG_PAGE_OWNER) || IS_ENABLED(CONFIG_MEM_ALLOC_PROFILING);
@@ -44,13 +44,13 @@ void ebb_blocks_start(struct ebb_balloon *eb)
 {
 	bool content_matters = want_init_on_free() || page_poisoning_enabled_static();
 
-	eb->direct = !allocator_is_observed() && !debug_pagealloc_enabled() &&
+	eb->direct = !ebb_allocator_is_observed() && !debug_pagealloc_enabled() &&
 		     (!content_matters || ebb_offers(eb, VIRTIO_BALLOON_F_PAGE_POISON)) &&
 		     !ebb_symbols_find();
 }
 
 /* First block of the zone's lists for general use. The zone's lock must be held. */
-static struct page *first_free(struct zone *zone, unsigned int order)
+static struct page *ebb_first_free(struct zone *zone, unsigned int order)
 {
 	static const int types[] = { MIGRATE_MOVABLE, MIGRATE_UNMOVABLE, MIGRATE_RECLAIMABLE };
 	struct page *page;
@@ -65,7 +65,7 @@ static struct page *first_free(struct zone *zone, unsigned int order)
 	return NULL;
 }
 
-static struct page *take_from_zone(struct zone *zone, unsigned int order)
+static struct page *ebb_take_from_zone(struct zone *zone, unsigned int order)
 {
 	unsigned long reserve = low_wmark_pages(zone) + zone->lowmem_reserve[ZONE_NORMAL];
 	struct page *page = NULL;
@@ -80,7 +80,7 @@ static struct page *take_from_zone(struct zone *zone, unsigned int order)
 	if (IS_ENABLED(CONFIG_CMA))
 		free -= min(free, zone_page_state(zone, NR_FREE_CMA_PAGES));
 	if (free > reserve + (1UL << order))
-		page = first_free(zone, order);
+		page = ebb_first_free(zone, order);
 	if (page && !ebb_symbols.isolate_free_page(page, order))
 		page = NULL;
 	spin_unlock_irqrestore(&zone->lock, flags);
@@ -91,7 +91,7 @@ static struct page *take_from_zone(struct zone *zone, unsigned int order)
 }
 
 /* Starts with this CPU's node. Never uses memory that must stay movable. */
-static struct page *take_directly(unsigned int order)
+static struct page *ebb_take_directly(unsigned int order)
 {
 	int first = numa_mem_id();
 	int node = first;
@@ -102,7 +102,7 @@ static struct page *take_directly(unsigned int order)
 		int zone;
 
 		for (zone = ZONE_NORMAL; zone >= 0; zone--) {
-			page = take_from_zone(&data->node_zones[zone], order);
+			page = ebb_take_from_zone(&data->node_zones[zone], order);
 			if (page)
 				return page;
 		}
@@ -124,7 +124,7 @@ static struct page *take_directly(unsigned int order)
 struct page *ebb_whole_take(struct ebb_balloon *eb, unsigned int order)
 {
 	if (eb->direct)
-		return take_directly(order);
+		return ebb_take_directly(order);
 	return alloc_pages((GFP_HIGHUSER | BLOCK_FLAGS) & ~__GFP_RECLAIM, order);
 }
 
@@ -149,11 +149,11 @@ void ebb_whole_give(struct ebb_balloon *eb, struct page *page, unsigned int orde
 	spin_unlock_irqrestore(&zone->lock, flags);
 }
 
-static struct page *allocate(struct ebb_balloon *eb, unsigned int order)
+static struct page *ebb_allocate(struct ebb_balloon *eb, unsigned int order)
 {
 	gfp_t flags = EBB_PAGE_FLAGS | BLOCK_FLAGS;
 
-	if (is_kept_whole(order))
+	if (ebb_is_kept_whole(order))
 		return ebb_whole_take(eb, order);
 	if (order)
 		flags &= ~__GFP_RECLAIM;
@@ -179,7 +179,7 @@ struct page *ebb_block_allocate(struct ebb_balloon *eb, u64 units, unsigned int 
 		return NULL;
 	try = min_t(unsigned int, eb->order, __fls(pages));
 	for (;;) {
-		struct page *page = allocate(eb, try);
+		struct page *page = ebb_allocate(eb, try);
 
 		if (page) {
 			*order = try;
@@ -205,7 +205,7 @@ void ebb_block_free(struct ebb_balloon *eb, struct page *page, unsigned int orde
 	if (!eb->deflate_on_oom)
 		adjust_managed_page_count(page, 1L << order);
 	set_page_private(page, 0);
-	if (is_kept_whole(order))
+	if (ebb_is_kept_whole(order))
 		ebb_whole_give(eb, page, order);
 	else
 		__free_pages(page, order);
@@ -226,7 +226,7 @@ void ebb_blocks_free(struct ebb_balloon *eb, struct list_head *pages)
  * free memory recognize a block by its first page. A page that is read would have to be provided by
  * the host again.
  */
-static void mark_block(struct page *page)
+static void ebb_mark_block(struct page *page)
 {
 	unsigned long i;
 
@@ -234,7 +234,7 @@ static void mark_block(struct page *page)
 		__SetPageOffline(page + i);
 }
 
-static void unmark_block(struct page *page)
+static void ebb_unmark_block(struct page *page)
 {
 	unsigned long i;
 
@@ -242,7 +242,7 @@ static void unmark_block(struct page *page)
 		__ClearPageOffline(page + i);
 }
 
-static void split_block(struct page *page, struct list_head *pages)
+static void ebb_split_block(struct page *page, struct list_head *pages)
 {
 	unsigned int order = page_private(page);
 	unsigned long i;
@@ -254,12 +254,12 @@ static void split_block(struct page *page, struct list_head *pages)
 		list_add_tail(&page[i].lru, pages);
 }
 
-static void enqueue(struct ebb_balloon *eb, struct list_head *pages)
+static void ebb_enqueue(struct ebb_balloon *eb, struct list_head *pages)
 {
 	atomic_long_add(balloon_page_list_enqueue(&eb->info, pages), &eb->listed);
 }
 
-static size_t dequeue(struct ebb_balloon *eb, struct list_head *pages, size_t count)
+static size_t ebb_dequeue(struct ebb_balloon *eb, struct list_head *pages, size_t count)
 {
 	size_t taken = balloon_page_list_dequeue(&eb->info, pages, count);
 
@@ -272,7 +272,7 @@ static size_t dequeue(struct ebb_balloon *eb, struct list_head *pages, size_t co
  * and compaction, which has found them before, may hold one for a moment. They wait here for the
  * next message instead.
  */
-static void add_spare(struct ebb_balloon *eb, struct list_head *pages)
+static void ebb_add_spare(struct ebb_balloon *eb, struct list_head *pages)
 {
 	unsigned long flags;
 
@@ -281,7 +281,7 @@ static void add_spare(struct ebb_balloon *eb, struct list_head *pages)
 	spin_unlock_irqrestore(&eb->lock, flags);
 }
 
-static void take_spare(struct ebb_balloon *eb, struct list_head *pages)
+static void ebb_take_spare(struct ebb_balloon *eb, struct list_head *pages)
 {
 	unsigned long flags;
 
@@ -305,17 +305,17 @@ void ebb_blocks_keep(struct ebb_balloon *eb, struct list_head *pages, bool again
 
 	list_for_each_entry_safe(page, next, pages, lru) {
 		list_del(&page->lru);
-		if (is_kept_whole(page_private(page))) {
-			mark_block(page);
+		if (ebb_is_kept_whole(page_private(page))) {
+			ebb_mark_block(page);
 			list_add(&page->lru, &whole);
 		} else {
-			split_block(page, &single);
+			ebb_split_block(page, &single);
 		}
 	}
 	if (again)
-		add_spare(eb, &single);
+		ebb_add_spare(eb, &single);
 	else
-		enqueue(eb, &single);
+		ebb_enqueue(eb, &single);
 	spin_lock_irqsave(&eb->lock, flags);
 	list_splice(&whole, &eb->blocks);
 	spin_unlock_irqrestore(&eb->lock, flags);
@@ -330,14 +330,14 @@ int ebb_by_address(void *unused, const struct list_head *left, const struct list
 	return a < b ? -1 : a > b;
 }
 
-static u64 first_unit(struct page *page)
+static u64 ebb_first_unit(struct page *page)
 {
 	return (u64)page_to_pfn(page) << EBB_UNIT_SHIFT;
 }
 
 /* Moves single pages of the balloon into a message. Returns whether it has room for more. */
-static bool take_pages(struct ebb_balloon *eb, struct ebb_message *message,
-		       const struct ebb_format *format, u64 units)
+static bool ebb_take_pages(struct ebb_balloon *eb, struct ebb_message *message,
+			   const struct ebb_format *format, u64 units)
 {
 	u64 room = min_t(u64, units, ebb_set_room(&message->set, format));
 	struct page *page, *next;
@@ -350,21 +350,22 @@ static bool take_pages(struct ebb_balloon *eb, struct ebb_message *message,
 		     4 * EBB_SET_RANGES : EBB_SET_RANGES);
 	if (!room)
 		return false;
-	take_spare(eb, &pages);
+	ebb_take_spare(eb, &pages);
 	if (list_empty(&pages))
-		dequeue(eb, &pages, room);
+		ebb_dequeue(eb, &pages, room);
 	list_sort(NULL, &pages, ebb_by_address);
 	list_for_each_entry_safe(page, next, &pages, lru) {
 		/* There may be more spare pages than are wanted. */
 		if (!room--)
 			break;
-		if (!ebb_set_add(&message->set, format, first_unit(page), 1 << EBB_UNIT_SHIFT)) {
+		if (!ebb_set_add(&message->set, format, ebb_first_unit(page),
+				 1 << EBB_UNIT_SHIFT)) {
 			fits = false;
 			break;
 		}
 		list_move_tail(&page->lru, &message->pages);
 	}
-	add_spare(eb, &pages);
+	ebb_add_spare(eb, &pages);
 	return fits;
 }
 
@@ -388,7 +389,7 @@ void ebb_blocks_take(struct ebb_balloon *eb, struct ebb_message *message, u64 un
 		unsigned long flags;
 		u64 size;
 
-		if (!take_pages(eb, message, &format, left))
+		if (!ebb_take_pages(eb, message, &format, left))
 			break;
 		left = units - set->units;
 		if (!left || (set->units && message->use == EBB_USE_OOM))
@@ -401,22 +402,22 @@ void ebb_blocks_take(struct ebb_balloon *eb, struct ebb_message *message, u64 un
 		spin_unlock_irqrestore(&eb->lock, flags);
 		if (!page)
 			break;
-		unmark_block(page);
+		ebb_unmark_block(page);
 
 		size = 1ULL << page_private(page) << EBB_UNIT_SHIFT;
 		if ((size <= left || message->use == EBB_USE_OOM) &&
 		    size <= ebb_set_room(set, &format) &&
-		    ebb_set_add(set, &format, first_unit(page), size)) {
+		    ebb_set_add(set, &format, ebb_first_unit(page), size)) {
 			list_add_tail(&page->lru, &message->pages);
 		} else if (size > left || !set->units) {
 			/* Only a part is needed, or fits into a message. */
 			LIST_HEAD(pages);
 
-			split_block(page, &pages);
-			enqueue(eb, &pages);
+			ebb_split_block(page, &pages);
+			ebb_enqueue(eb, &pages);
 			ebb_count(eb, EBB_SPLIT_BLOCKS, 1);
 		} else {
-			mark_block(page);
+			ebb_mark_block(page);
 			spin_lock_irqsave(&eb->lock, flags);
 			list_add(&page->lru, &eb->blocks);
 			spin_unlock_irqrestore(&eb->lock, flags);
@@ -443,13 +444,13 @@ void ebb_blocks_free_all(struct ebb_balloon *eb)
 	eb->units = 0;
 	spin_unlock_irq(&eb->lock);
 	list_for_each_entry(page, &pages, lru)
-		unmark_block(page);
-	take_spare(eb, &pages);
+		ebb_unmark_block(page);
+	ebb_take_spare(eb, &pages);
 	ebb_blocks_free(eb, &pages);
 
 	/* Compaction returns those that it has isolated. */
 	while (atomic_long_read(&eb->listed)) {
-		if (!dequeue(eb, &pages, EBB_SET_RANGES))
+		if (!ebb_dequeue(eb, &pages, EBB_SET_RANGES))
 			usleep_range(1000, 2000);
 		ebb_blocks_free(eb, &pages);
 		cond_resched();

@@ -7,7 +7,7 @@
 
 #if __has_include(<linux/balloon.h>)
 #include <linux/balloon.h>
-/* The kernel inserts and removes pages that compaction moves, and has a lock of its own for that. */
+/* The kernel inserts and removes pages that compaction moves, under a lock of its own. */
 #define EBB_KERNEL_MOVES
 #else
 #include <linux/balloon_compaction.h>

@@ -12,13 +12,13 @@
 /* Longest run of the work item before it yields to others. */
 #define TURN_MS		50
 
-static struct ebb_balloon *device_of(struct ebb_hinting *h)
+static struct ebb_balloon *ebb_device_of(struct ebb_hinting *h)
 {
 	return container_of(h, struct ebb_balloon, hinting);
 }
 
 /* Frees up to @count blocks. Returns their number. */
-static unsigned long release_blocks(struct ebb_hinting *h, unsigned long count)
+static unsigned long ebb_release_blocks(struct ebb_hinting *h, unsigned long count)
 {
 	unsigned long released = 0;
 	struct page *page;
@@ -33,15 +33,15 @@ static unsigned long release_blocks(struct ebb_hinting *h, unsigned long count)
 		spin_unlock_irq(&h->lock);
 		if (!page)
 			break;
-		ebb_whole_give(device_of(h), page, HINT_ORDER);
+		ebb_whole_give(ebb_device_of(h), page, HINT_ORDER);
 		released++;
 	}
 	return released;
 }
 
-static u32 read_command(struct ebb_hinting *h)
+static u32 ebb_read_command(struct ebb_hinting *h)
 {
-	struct ebb_balloon *eb = device_of(h);
+	struct ebb_balloon *eb = ebb_device_of(h);
 
 	if (atomic_xchg(&h->changed, 0))
 		virtio_cread_le(eb->vdev, struct virtio_balloon_config, free_page_hint_cmd_id,
@@ -50,9 +50,9 @@ static u32 read_command(struct ebb_hinting *h)
 }
 
 /* The lock must be held. */
-static void take_returned(struct ebb_hinting *h)
+static void ebb_take_returned(struct ebb_hinting *h)
 {
-	struct virtqueue *vq = device_of(h)->vqs[EBB_VQ_FREE_PAGE];
+	struct virtqueue *vq = ebb_device_of(h)->vqs[EBB_VQ_FREE_PAGE];
 	unsigned int len;
 	void *token;
 
@@ -65,15 +65,15 @@ static void take_returned(struct ebb_hinting *h)
 }
 
 /* Sends a command id. Returns false if there is no room yet, or the last one is still in flight. */
-static bool send_number(struct ebb_hinting *h, __virtio32 *buffer, bool *sent, u32 number)
+static bool ebb_send_number(struct ebb_hinting *h, __virtio32 *buffer, bool *sent, u32 number)
 {
-	struct ebb_balloon *eb = device_of(h);
+	struct ebb_balloon *eb = ebb_device_of(h);
 	struct virtqueue *vq = eb->vqs[EBB_VQ_FREE_PAGE];
 	struct scatterlist sg;
 	bool done = false;
 
 	spin_lock_irq(&h->lock);
-	take_returned(h);
+	ebb_take_returned(h);
 	if (!*sent) {
 		*buffer = cpu_to_virtio32(eb->vdev, number);
 		sg_init_one(&sg, buffer, sizeof(*buffer));
@@ -86,16 +86,16 @@ static bool send_number(struct ebb_hinting *h, __virtio32 *buffer, bool *sent, u
 }
 
 /* Returns 0, -EAGAIN if there is no room yet, or -ENOMEM if no free block is left. */
-static int send_block(struct ebb_hinting *h)
+static int ebb_send_block(struct ebb_hinting *h)
 {
-	struct ebb_balloon *eb = device_of(h);
+	struct ebb_balloon *eb = ebb_device_of(h);
 	struct virtqueue *vq = eb->vqs[EBB_VQ_FREE_PAGE];
 	struct scatterlist sg;
 	struct page *page;
 	int err = -EAGAIN;
 
 	spin_lock_irq(&h->lock);
-	take_returned(h);
+	ebb_take_returned(h);
 	if (vq->num_free > 1)
 		err = 0;
 	else
@@ -127,28 +127,28 @@ static int send_block(struct ebb_hinting *h)
 }
 
 /* Performs one step. Returns false when the next step has to wait for the device. */
-static bool hint(struct ebb_hinting *h)
+static bool ebb_hint(struct ebb_hinting *h)
 {
-	u32 command = read_command(h);
+	u32 command = ebb_read_command(h);
 
 	switch (h->phase) {
 	case EBB_HINTING_IDLE:
 		if (command == VIRTIO_BALLOON_CMD_ID_DONE)
-			release_blocks(h, ULONG_MAX);
+			ebb_release_blocks(h, ULONG_MAX);
 		if (command == VIRTIO_BALLOON_CMD_ID_DONE ||
 		    command == VIRTIO_BALLOON_CMD_ID_STOP || command == h->answered)
 			return false;
 		h->phase = EBB_HINTING_BEGIN;
 		return true;
 	case EBB_HINTING_BEGIN:
-		if (!send_number(h, &h->begin, &h->begin_sent, command))
+		if (!ebb_send_number(h, &h->begin, &h->begin_sent, command))
 			return false;
 		h->answered = command;
 		h->phase = EBB_HINTING_BLOCKS;
 		return true;
 	case EBB_HINTING_BLOCKS:
 		if (command == h->answered) {
-			int err = send_block(h);
+			int err = ebb_send_block(h);
 
 			if (err != -ENOMEM)
 				return !err;
@@ -156,7 +156,7 @@ static bool hint(struct ebb_hinting *h)
 		h->phase = EBB_HINTING_END;
 		return true;
 	case EBB_HINTING_END:
-		if (!send_number(h, &h->end, &h->end_sent, VIRTIO_BALLOON_CMD_ID_STOP))
+		if (!ebb_send_number(h, &h->end, &h->end_sent, VIRTIO_BALLOON_CMD_ID_STOP))
 			return false;
 		h->phase = EBB_HINTING_IDLE;
 		return true;
@@ -164,13 +164,13 @@ static bool hint(struct ebb_hinting *h)
 	return false;
 }
 
-static void hinting_work(struct work_struct *work)
+static void ebb_hinting_work(struct work_struct *work)
 {
 	struct ebb_hinting *h = container_of(work, struct ebb_hinting, work);
-	struct ebb_balloon *eb = device_of(h);
+	struct ebb_balloon *eb = ebb_device_of(h);
 	unsigned long end = jiffies + msecs_to_jiffies(TURN_MS);
 
-	while (!READ_ONCE(eb->stopping) && hint(h)) {
+	while (!READ_ONCE(eb->stopping) && ebb_hint(h)) {
 		if (time_after(jiffies, end)) {
 			queue_work(eb->wq, work);
 			break;
@@ -181,7 +181,7 @@ static void hinting_work(struct work_struct *work)
 		ebb_device_failed(eb);
 }
 
-static void queue_hinting(struct ebb_balloon *eb)
+static void ebb_queue_hinting(struct ebb_balloon *eb)
 {
 	unsigned long flags;
 
@@ -200,7 +200,7 @@ void ebb_hinting_returned(struct virtqueue *vq)
 	struct ebb_balloon *eb = vq->vdev->priv;
 
 	/* The work item waits only for a full queue or for a command id in flight. */
-	queue_hinting(eb);
+	ebb_queue_hinting(eb);
 }
 
 /**
@@ -214,10 +214,10 @@ void ebb_hinting_changed(struct ebb_balloon *eb)
 	if (!eb->vqs[EBB_VQ_FREE_PAGE])
 		return;
 	atomic_set(&h->changed, 1);
-	queue_hinting(eb);
+	ebb_queue_hinting(eb);
 }
 
-static struct ebb_hinting *hinting_of(struct shrinker *shrinker)
+static struct ebb_hinting *ebb_hinting_of(struct shrinker *shrinker)
 {
 #ifdef EBB_ALLOCATED_SHRINKER
 	return shrinker->private_data;
@@ -226,38 +226,38 @@ static struct ebb_hinting *hinting_of(struct shrinker *shrinker)
 #endif
 }
 
-static unsigned long shrink_count(struct shrinker *shrinker, struct shrink_control *control)
+static unsigned long ebb_shrink_count(struct shrinker *shrinker, struct shrink_control *control)
 {
-	return READ_ONCE(hinting_of(shrinker)->nr_blocks) * HINT_PAGES;
+	return READ_ONCE(ebb_hinting_of(shrinker)->nr_blocks) * HINT_PAGES;
 }
 
-static unsigned long shrink_scan(struct shrinker *shrinker, struct shrink_control *control)
+static unsigned long ebb_shrink_scan(struct shrinker *shrinker, struct shrink_control *control)
 {
 	unsigned long blocks = DIV_ROUND_UP(control->nr_to_scan, HINT_PAGES);
 
-	return release_blocks(hinting_of(shrinker), blocks) * HINT_PAGES;
+	return ebb_release_blocks(ebb_hinting_of(shrinker), blocks) * HINT_PAGES;
 }
 
-static int register_hinting_shrinker(struct ebb_hinting *h)
+static int ebb_register_hinting_shrinker(struct ebb_hinting *h)
 {
 #ifdef EBB_ALLOCATED_SHRINKER
 	h->shrinker = shrinker_alloc(0, "ebb_balloon");
 	if (!h->shrinker)
 		return -ENOMEM;
-	h->shrinker->count_objects = shrink_count;
-	h->shrinker->scan_objects = shrink_scan;
+	h->shrinker->count_objects = ebb_shrink_count;
+	h->shrinker->scan_objects = ebb_shrink_scan;
 	h->shrinker->private_data = h;
 	shrinker_register(h->shrinker);
 	return 0;
 #else
-	h->shrinker.count_objects = shrink_count;
-	h->shrinker.scan_objects = shrink_scan;
+	h->shrinker.count_objects = ebb_shrink_count;
+	h->shrinker.scan_objects = ebb_shrink_scan;
 	h->shrinker.seeks = DEFAULT_SEEKS;
 	return register_shrinker(&h->shrinker, "ebb_balloon");
 #endif
 }
 
-static void unregister_hinting_shrinker(struct ebb_hinting *h)
+static void ebb_unregister_hinting_shrinker(struct ebb_hinting *h)
 {
 #ifdef EBB_ALLOCATED_SHRINKER
 	shrinker_free(h->shrinker);
@@ -279,9 +279,9 @@ int ebb_hinting_init(struct ebb_balloon *eb)
 
 	spin_lock_init(&h->lock);
 	INIT_LIST_HEAD(&h->blocks);
-	INIT_WORK(&h->work, hinting_work);
+	INIT_WORK(&h->work, ebb_hinting_work);
 	if (ebb_offers(eb, VIRTIO_BALLOON_F_FREE_PAGE_HINT)) {
-		err = register_hinting_shrinker(h);
+		err = ebb_register_hinting_shrinker(h);
 		h->registered = !err;
 	}
 	return err;
@@ -290,7 +290,7 @@ int ebb_hinting_init(struct ebb_balloon *eb)
 void ebb_hinting_exit(struct ebb_balloon *eb)
 {
 	if (eb->hinting.registered)
-		unregister_hinting_shrinker(&eb->hinting);
+		ebb_unregister_hinting_shrinker(&eb->hinting);
 }
 
 /**
@@ -318,5 +318,5 @@ void ebb_hinting_release(struct ebb_balloon *eb)
 		while (virtqueue_detach_unused_buf(eb->vqs[EBB_VQ_FREE_PAGE]))
 			;
 	}
-	release_blocks(&eb->hinting, ULONG_MAX);
+	ebb_release_blocks(&eb->hinting, ULONG_MAX);
 }

@@ -33,7 +33,7 @@
 enum step { STEP_ON, STEP_WAIT, STEP_SHORTAGE, STEP_ISOLATED };
 
 /* Completes a returned message: inflated blocks enter the balloon, deflated ones are freed. */
-static bool finish(struct ebb_balloon *eb, struct ebb_message *message)
+static bool ebb_finish(struct ebb_balloon *eb, struct ebb_message *message)
 {
 	u64 units = message->set.units;
 	ktime_t start;
@@ -62,7 +62,7 @@ static bool finish(struct ebb_balloon *eb, struct ebb_message *message)
 }
 
 /* Returns whether all returned messages could be completed. */
-static bool finish_all(struct ebb_balloon *eb)
+static bool ebb_finish_all(struct ebb_balloon *eb)
 {
 	struct ebb_message *message;
 	LIST_HEAD(later);
@@ -76,7 +76,7 @@ static bool finish_all(struct ebb_balloon *eb)
 		spin_unlock_irq(&eb->lock);
 		if (!message)
 			break;
-		if (!finish(eb, message))
+		if (!ebb_finish(eb, message))
 			list_add_tail(&message->node, &later);
 	}
 	all = list_empty(&later);
@@ -90,7 +90,7 @@ static bool finish_all(struct ebb_balloon *eb)
  * Allocates blocks for the next messages and sorts them: neighbours form one
  * range, and a bitmap need not span all of memory for a few pages.
  */
-static void gather(struct ebb_balloon *eb, u64 units, const struct ebb_format *format)
+static void ebb_gather(struct ebb_balloon *eb, u64 units, const struct ebb_format *format)
 {
 	unsigned long end = jiffies + msecs_to_jiffies(GATHER_MS);
 	ktime_t start = ktime_get();
@@ -115,7 +115,7 @@ static void gather(struct ebb_balloon *eb, u64 units, const struct ebb_format *f
 	ebb_count(eb, EBB_ALLOCATE_NS, ktime_to_ns(ktime_sub(ktime_get(), start)));
 }
 
-static enum step inflate(struct ebb_balloon *eb, u64 units)
+static enum step ebb_inflate(struct ebb_balloon *eb, u64 units)
 {
 	struct ebb_message *message = ebb_message_get(eb, EBB_USE_BULK);
 	struct page *page, *next;
@@ -127,7 +127,7 @@ static enum step inflate(struct ebb_balloon *eb, u64 units)
 	format = ebb_message_format(eb, message);
 	fresh = list_empty(&eb->pending);
 	if (fresh)
-		gather(eb, units, &format);
+		ebb_gather(eb, units, &format);
 	if (list_empty(&eb->pending)) {
 		ebb_message_put(eb, message);
 		return STEP_SHORTAGE;
@@ -158,7 +158,7 @@ static enum step inflate(struct ebb_balloon *eb, u64 units)
 }
 
 /* The message was not sent: its blocks stay in the balloon. */
-static void keep_again(struct ebb_balloon *eb, struct ebb_message *message)
+static void ebb_keep_again(struct ebb_balloon *eb, struct ebb_message *message)
 {
 	ebb_blocks_keep(eb, &message->pages, true);
 	spin_lock_irq(&eb->lock);
@@ -167,7 +167,7 @@ static void keep_again(struct ebb_balloon *eb, struct ebb_message *message)
 	ebb_message_put(eb, message);
 }
 
-static enum step deflate(struct ebb_balloon *eb, u64 units)
+static enum step ebb_deflate(struct ebb_balloon *eb, u64 units)
 {
 	struct ebb_message *message = ebb_message_get(eb, EBB_USE_BULK);
 
@@ -179,13 +179,13 @@ static enum step deflate(struct ebb_balloon *eb, u64 units)
 		return STEP_ISOLATED;
 	}
 	if (ebb_message_send(eb, message, VIRTIO_BALLOON_CMD_DEFLATE)) {
-		keep_again(eb, message);
+		ebb_keep_again(eb, message);
 		return STEP_WAIT;
 	}
 	return STEP_ON;
 }
 
-static void write_actual(struct ebb_balloon *eb)
+static void ebb_write_actual(struct ebb_balloon *eb)
 {
 	u32 actual;
 
@@ -200,7 +200,7 @@ static void write_actual(struct ebb_balloon *eb)
 	mutex_unlock(&eb->actual_mutex);
 }
 
-static void read_target(struct ebb_balloon *eb)
+static void ebb_read_target(struct ebb_balloon *eb)
 {
 	u32 target;
 
@@ -216,7 +216,7 @@ static void read_target(struct ebb_balloon *eb)
 	eb->target = round_down(target, 1U << EBB_UNIT_SHIFT);
 }
 
-static enum step step(struct ebb_balloon *eb, bool *idle)
+static enum step ebb_step(struct ebb_balloon *eb, bool *idle)
 {
 	s64 distance;
 
@@ -230,12 +230,12 @@ static enum step step(struct ebb_balloon *eb, bool *idle)
 	 * host writes the target.
 	 */
 	if (distance > 0 && !READ_ONCE(eb->yielding))
-		return inflate(eb, distance);
+		return ebb_inflate(eb, distance);
 	ebb_blocks_free(eb, &eb->pending);
-	return distance < 0 ? deflate(eb, -distance) : STEP_WAIT;
+	return distance < 0 ? ebb_deflate(eb, -distance) : STEP_WAIT;
 }
 
-static void again(struct ebb_balloon *eb, unsigned int delay_ms)
+static void ebb_again(struct ebb_balloon *eb, unsigned int delay_ms)
 {
 	spin_lock_irq(&eb->lock);
 	if (!eb->stopping)
@@ -243,7 +243,7 @@ static void again(struct ebb_balloon *eb, unsigned int delay_ms)
 	spin_unlock_irq(&eb->lock);
 }
 
-static void size_work(struct work_struct *work)
+static void ebb_size_work(struct work_struct *work)
 {
 	struct ebb_balloon *eb = container_of(to_delayed_work(work), struct ebb_balloon, size_work);
 	unsigned long end = jiffies + msecs_to_jiffies(TURN_MS);
@@ -257,16 +257,16 @@ static void size_work(struct work_struct *work)
 	do {
 		if (READ_ONCE(eb->stopping))
 			return;
-		if (!finish_all(eb))
-			again(eb, 1);
-		read_target(eb);
-		next = step(eb, &idle);
+		if (!ebb_finish_all(eb))
+			ebb_again(eb, 1);
+		ebb_read_target(eb);
+		next = ebb_step(eb, &idle);
 	} while (next == STEP_ON && time_before(jiffies, end));
 
-	write_actual(eb);
+	ebb_write_actual(eb);
 	switch (next) {
 	case STEP_ON:
-		again(eb, 0);
+		ebb_again(eb, 0);
 		break;
 	case STEP_WAIT:
 		/* Nothing to do, or all messages are in flight. */
@@ -279,12 +279,12 @@ static void size_work(struct work_struct *work)
 				 (eb->target - eb->units - eb->inflating) << 2);
 		eb->shortage_told = true;
 		eb->order = min_t(unsigned int, READ_ONCE(ebb_max_order), EBB_LARGEST_ORDER);
-		again(eb, SHORTAGE_MS);
+		ebb_again(eb, SHORTAGE_MS);
 		break;
 	case STEP_ISOLATED:
 		/* Messages in flight restart this when they are returned. */
 		if (idle)
-			again(eb, ISOLATED_MS);
+			ebb_again(eb, ISOLATED_MS);
 		break;
 	}
 }
@@ -307,7 +307,7 @@ void ebb_size_kick(struct ebb_balloon *eb)
 
 void ebb_size_init(struct ebb_balloon *eb)
 {
-	INIT_DELAYED_WORK(&eb->size_work, size_work);
+	INIT_DELAYED_WORK(&eb->size_work, ebb_size_work);
 	mutex_init(&eb->actual_mutex);
 	INIT_LIST_HEAD(&eb->blocks);
 	INIT_LIST_HEAD(&eb->spare);
@@ -341,14 +341,14 @@ void ebb_size_release(struct ebb_balloon *eb)
 {
 	ebb_messages_take_back(eb);
 	/* Compaction holds its pages only briefly. */
-	while (!finish_all(eb))
+	while (!ebb_finish_all(eb))
 		usleep_range(1000, 2000);
 	ebb_blocks_free(eb, &eb->pending);
 	ebb_blocks_free_all(eb);
 }
 
 /* Removes the out-of-memory message from the returned ones, if it is there. */
-static bool catch_oom_message(struct ebb_balloon *eb)
+static bool ebb_catch_oom_message(struct ebb_balloon *eb)
 {
 	bool caught;
 
@@ -360,26 +360,26 @@ static bool catch_oom_message(struct ebb_balloon *eb)
 	return caught;
 }
 
-static bool oom_message_is_back(struct ebb_balloon *eb)
+static bool ebb_oom_message_is_back(struct ebb_balloon *eb)
 {
 	wait_event_idle_timeout(eb->acked, READ_ONCE(eb->oom.state) != EBB_SENT ||
 				READ_ONCE(eb->broken), msecs_to_jiffies(OOM_WAIT_MS));
-	if (catch_oom_message(eb))
-		finish(eb, &eb->oom);
+	if (ebb_catch_oom_message(eb))
+		ebb_finish(eb, &eb->oom);
 	/* The work item may have caught it first, and is freeing its pages. */
 	wait_event_idle_timeout(eb->acked, READ_ONCE(eb->oom.state) != EBB_DONE ||
 				READ_ONCE(eb->broken), msecs_to_jiffies(OOM_WAIT_MS));
 	return READ_ONCE(eb->oom.state) == EBB_IDLE;
 }
 
-static int oom_notify(struct notifier_block *notifier, unsigned long unused, void *data)
+static int ebb_oom_notify(struct notifier_block *notifier, unsigned long unused, void *data)
 {
 	struct ebb_balloon *eb = container_of(notifier, struct ebb_balloon, oom_notifier);
 	unsigned long *freed = data;
 	struct ebb_message *message;
 	unsigned long pages;
 
-	if (READ_ONCE(eb->stopping) || (eb->oom.state != EBB_IDLE && !oom_message_is_back(eb)))
+	if (READ_ONCE(eb->stopping) || (eb->oom.state != EBB_IDLE && !ebb_oom_message_is_back(eb)))
 		return NOTIFY_OK;
 	message = ebb_message_get(eb, EBB_USE_OOM);
 	if (!message)
@@ -392,7 +392,7 @@ static int oom_notify(struct notifier_block *notifier, unsigned long unused, voi
 		return NOTIFY_OK;
 	}
 	if (ebb_message_send(eb, message, VIRTIO_BALLOON_CMD_DEFLATE)) {
-		keep_again(eb, message);
+		ebb_keep_again(eb, message);
 		return NOTIFY_OK;
 	}
 	/*
@@ -401,17 +401,17 @@ static int oom_notify(struct notifier_block *notifier, unsigned long unused, voi
 	 * guest that is out of memory; the pages are freed when the message is
 	 * returned.
 	 */
-	if (oom_message_is_back(eb)) {
+	if (ebb_oom_message_is_back(eb)) {
 		*freed += pages;
 		ebb_count(eb, EBB_OOM_PAGES, pages);
 	}
-	write_actual(eb);
+	ebb_write_actual(eb);
 	return NOTIFY_OK;
 }
 
 int ebb_oom_register(struct ebb_balloon *eb)
 {
-	eb->oom_notifier.notifier_call = oom_notify;
+	eb->oom_notifier.notifier_call = ebb_oom_notify;
 	eb->oom_notifier.priority = OOM_PRIORITY;
 	return eb->deflate_on_oom ? register_oom_notifier(&eb->oom_notifier) : 0;
 }

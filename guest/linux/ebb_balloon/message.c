@@ -11,14 +11,15 @@
 #define HEADER_BYTES	sizeof(struct virtio_balloon_msg_hdr)
 
 /* Log2 of the units per bit in a bitmap that names exactly this set. */
-static unsigned int bit_shift(const struct ebb_set *set)
+static unsigned int ebb_bit_shift(const struct ebb_set *set)
 {
 	return min_t(unsigned int, __ffs64(set->alignment),
 		     VIRTIO_BALLOON_MAX_PAGE_SHIFT - VIRTIO_BALLOON_PFN_SHIFT);
 }
 
 /* Size of the message in one encoding in bytes, 0 if it does not fit. */
-static u32 message_bytes(const struct ebb_set *set, const struct ebb_format *format, u8 encoding)
+static u32 ebb_message_bytes(const struct ebb_set *set, const struct ebb_format *format,
+			     u8 encoding)
 {
 	u64 room = format->bytes;
 	u64 payload;
@@ -30,7 +31,7 @@ static u32 message_bytes(const struct ebb_set *set, const struct ebb_format *for
 		payload = set->units * sizeof(__le32);
 		break;
 	case VIRTIO_BALLOON_ENC_BITMAP:
-		payload = (set->end - set->first) >> bit_shift(set);
+		payload = (set->end - set->first) >> ebb_bit_shift(set);
 		if (payload > VIRTIO_BALLOON_MAX_BITMAP_BITS)
 			return 0;
 		payload = DIV_ROUND_UP_ULL(payload, BITS_PER_BYTE);
@@ -45,7 +46,7 @@ static u32 message_bytes(const struct ebb_set *set, const struct ebb_format *for
 }
 
 /* The allowed encoding with the shortest message, 0 if none can name the set. */
-static u8 shortest(const struct ebb_set *set, const struct ebb_format *format, u32 *bytes)
+static u8 ebb_shortest(const struct ebb_set *set, const struct ebb_format *format, u32 *bytes)
 {
 	/* Among equal lengths, the one that is cheapest to read. */
 	static const u8 order[] = {
@@ -60,7 +61,7 @@ static u8 shortest(const struct ebb_set *set, const struct ebb_format *format, u
 
 		if (!(format->encodings & BIT(order[i])))
 			continue;
-		length = message_bytes(set, format, order[i]);
+		length = ebb_message_bytes(set, format, order[i]);
 		if (length && (!best || length < *bytes)) {
 			best = order[i];
 			*bytes = length;
@@ -99,11 +100,11 @@ bool ebb_set_add(struct ebb_set *set, const struct ebb_format *format, u64 start
 	with.units += units;
 	with.alignment |= start | (start + units);
 	if (last && last->start + last->units == start) {
-		if (!shortest(&with, format, &bytes))
+		if (!ebb_shortest(&with, format, &bytes))
 			return false;
 		last->units += units;
 	} else if (last && start + units == last->start) {
-		if (!shortest(&with, format, &bytes))
+		if (!ebb_shortest(&with, format, &bytes))
 			return false;
 		last->start = start;
 		last->units += units;
@@ -111,7 +112,7 @@ bool ebb_set_add(struct ebb_set *set, const struct ebb_format *format, u64 start
 		if (set->nr == set->max)
 			return false;
 		with.nr++;
-		if (!shortest(&with, format, &bytes))
+		if (!ebb_shortest(&with, format, &bytes))
 			return false;
 		set->ranges[set->nr].start = start;
 		set->ranges[set->nr].units = units;
@@ -137,7 +138,7 @@ u32 ebb_set_room(const struct ebb_set *set, const struct ebb_format *format)
 	return most - min_t(u64, most, set->units);
 }
 
-static void write_pfns(const struct ebb_set *set, void *to)
+static void ebb_write_pfns(const struct ebb_set *set, void *to)
 {
 	__le32 *pfns = to;
 	unsigned int i;
@@ -151,9 +152,9 @@ static void write_pfns(const struct ebb_set *set, void *to)
 	}
 }
 
-static void write_bitmap(const struct ebb_set *set, u8 *to, u32 bytes)
+static void ebb_write_bitmap(const struct ebb_set *set, u8 *to, u32 bytes)
 {
-	unsigned int shift = bit_shift(set);
+	unsigned int shift = ebb_bit_shift(set);
 	unsigned int i;
 
 	memset(to, 0, bytes);
@@ -173,7 +174,7 @@ static void write_bitmap(const struct ebb_set *set, u8 *to, u32 bytes)
 	}
 }
 
-static void write_ranges(const struct ebb_set *set, struct virtio_balloon_range *to)
+static void ebb_write_ranges(const struct ebb_set *set, struct virtio_balloon_range *to)
 {
 	unsigned int i;
 
@@ -204,22 +205,22 @@ u32 ebb_set_write(const struct ebb_set *set, const struct ebb_format *format,
 
 	*encoding = VIRTIO_BALLOON_ENC_PFNS;
 	if (set->nr)
-		*encoding = shortest(set, format, &bytes);
+		*encoding = ebb_shortest(set, format, &bytes);
 	payload = buffer + (format->bare ? 0 : HEADER_BYTES);
 	switch (*encoding) {
 	case VIRTIO_BALLOON_ENC_PFNS:
 		count = set->units;
-		write_pfns(set, payload);
+		ebb_write_pfns(set, payload);
 		break;
 	case VIRTIO_BALLOON_ENC_BITMAP:
-		shift = bit_shift(set);
+		shift = ebb_bit_shift(set);
 		start = set->first;
 		count = (set->end - set->first) >> shift;
-		write_bitmap(set, payload, bytes - HEADER_BYTES);
+		ebb_write_bitmap(set, payload, bytes - HEADER_BYTES);
 		break;
 	case VIRTIO_BALLOON_ENC_RANGES:
 		count = set->nr;
-		write_ranges(set, payload);
+		ebb_write_ranges(set, payload);
 		break;
 	default:
 		return 0;
@@ -256,7 +257,7 @@ struct ebb_format ebb_message_format(struct ebb_balloon *eb, const struct ebb_me
 	return format;
 }
 
-static struct list_head *idle_list(struct ebb_balloon *eb, const struct ebb_message *message)
+static struct list_head *ebb_idle_list(struct ebb_balloon *eb, const struct ebb_message *message)
 {
 	return message->use == EBB_USE_MOVE ? &eb->idle_move : &eb->idle_bulk;
 }
@@ -299,7 +300,7 @@ void ebb_message_put(struct ebb_balloon *eb, struct ebb_message *message)
 	spin_lock_irqsave(&eb->lock, flags);
 	message->state = EBB_IDLE;
 	if (message->use != EBB_USE_OOM)
-		list_add(&message->node, idle_list(eb, message));
+		list_add(&message->node, ebb_idle_list(eb, message));
 	spin_unlock_irqrestore(&eb->lock, flags);
 	/* The out-of-memory notifier waits until the pages of its message are free. */
 	if (message->use == EBB_USE_OOM)
@@ -415,7 +416,7 @@ void ebb_messages_take_back(struct ebb_balloon *eb)
 	wake_up_all(&eb->acked);
 }
 
-static int message_init(struct ebb_message *message, enum ebb_message_use use)
+static int ebb_message_init(struct ebb_message *message, enum ebb_message_use use)
 {
 	message->use = use;
 	INIT_LIST_HEAD(&message->node);
@@ -441,21 +442,21 @@ static int message_init(struct ebb_message *message, enum ebb_message_use use)
 int ebb_messages_init(struct ebb_balloon *eb)
 {
 	unsigned int i;
-	int err = message_init(&eb->oom, EBB_USE_OOM);
+	int err = ebb_message_init(&eb->oom, EBB_USE_OOM);
 
 	for (i = 0; i < EBB_BULK_MESSAGES && !err; i++)
-		err = message_init(&eb->bulk[i], EBB_USE_BULK);
+		err = ebb_message_init(&eb->bulk[i], EBB_USE_BULK);
 	if (err)
 		return err;
 	eb->moves = kcalloc(EBB_MOVE_MESSAGES, sizeof(*eb->moves), GFP_KERNEL);
 	if (!eb->moves)
 		return -ENOMEM;
 	for (i = 0; i < EBB_MOVE_MESSAGES; i++)
-		message_init(&eb->moves[i], EBB_USE_MOVE);
+		ebb_message_init(&eb->moves[i], EBB_USE_MOVE);
 	return 0;
 }
 
-static void message_exit(struct ebb_message *message)
+static void ebb_message_exit(struct ebb_message *message)
 {
 	kvfree(message->set.ranges);
 	free_page((unsigned long)message->buffer);
@@ -466,8 +467,8 @@ void ebb_messages_exit(struct ebb_balloon *eb)
 	unsigned int i;
 
 	for (i = 0; i < EBB_BULK_MESSAGES; i++)
-		message_exit(&eb->bulk[i]);
-	message_exit(&eb->oom);
+		ebb_message_exit(&eb->bulk[i]);
+	ebb_message_exit(&eb->oom);
 	kfree(eb->moves);
 }
 

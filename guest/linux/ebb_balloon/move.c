@@ -17,7 +17,8 @@
 /* How long a page waits for a free message, in ms. */
 #define MESSAGE_WAIT_MS	20
 
-static bool get_messages(struct ebb_balloon *eb, struct ebb_message **in, struct ebb_message **out)
+static bool ebb_get_messages(struct ebb_balloon *eb, struct ebb_message **in,
+			     struct ebb_message **out)
 {
 	*in = ebb_message_get(eb, EBB_USE_MOVE);
 	*out = *in ? ebb_message_get(eb, EBB_USE_MOVE) : NULL;
@@ -35,14 +36,14 @@ static bool get_messages(struct ebb_balloon *eb, struct ebb_message **in, struct
 #ifdef EBB_KERNEL_MOVES
 #define EBB_MOVED	(-ENOENT)
 
-static void leave_list(struct balloon_dev_info *info, struct page *page)
+static void ebb_leave_list(struct balloon_dev_info *info, struct page *page)
 {
 	/* The caller removes it as a page that was deflated, and drops its own reference. */
 	get_page(page);
 	dec_node_page_state(page, NR_BALLOON_PAGES);
 }
 
-static bool enter_list(struct balloon_dev_info *info, struct page *page)
+static bool ebb_enter_list(struct balloon_dev_info *info, struct page *page)
 {
 	balloon_page_enqueue(info, page);
 	return true;
@@ -50,7 +51,7 @@ static bool enter_list(struct balloon_dev_info *info, struct page *page)
 #else
 #define EBB_MOVED	0
 
-static void leave_list(struct balloon_dev_info *info, struct page *page)
+static void ebb_leave_list(struct balloon_dev_info *info, struct page *page)
 {
 	unsigned long flags;
 
@@ -61,7 +62,7 @@ static void leave_list(struct balloon_dev_info *info, struct page *page)
 	spin_unlock_irqrestore(&info->pages_lock, flags);
 }
 
-static bool enter_list(struct balloon_dev_info *info, struct page *page)
+static bool ebb_enter_list(struct balloon_dev_info *info, struct page *page)
 {
 	if (!trylock_page(page))
 		return false;
@@ -73,21 +74,21 @@ static bool enter_list(struct balloon_dev_info *info, struct page *page)
 }
 #endif
 
-static int move_page(struct balloon_dev_info *info, struct page *newpage, struct page *page,
-		     enum migrate_mode mode)
+static int ebb_move_page(struct balloon_dev_info *info, struct page *newpage, struct page *page,
+			 enum migrate_mode mode)
 {
 	struct ebb_balloon *eb = container_of(info, struct ebb_balloon, info);
 	struct ebb_message *in, *out;
 	struct ebb_format format;
 	unsigned long flags;
 
-	if (!get_messages(eb, &in, &out)) {
+	if (!ebb_get_messages(eb, &in, &out)) {
 		if (mode == MIGRATE_ASYNC || READ_ONCE(eb->stopping))
 			return -EAGAIN;
 		wait_event_timeout(eb->acked, READ_ONCE(eb->stopping) ||
 				   !list_empty_careful(&eb->idle_move),
 				   msecs_to_jiffies(MESSAGE_WAIT_MS));
-		if (!get_messages(eb, &in, &out))
+		if (!ebb_get_messages(eb, &in, &out))
 			return -EAGAIN;
 	}
 
@@ -109,7 +110,7 @@ static int move_page(struct balloon_dev_info *info, struct page *newpage, struct
 		adjust_managed_page_count(newpage, -1);
 		adjust_managed_page_count(page, 1);
 	}
-	leave_list(info, page);
+	ebb_leave_list(info, page);
 	atomic_long_dec(&eb->listed);
 
 	out->move.page = page;
@@ -145,7 +146,7 @@ bool ebb_move_end(struct ebb_balloon *eb, struct ebb_message *message)
 		put_page(page);
 		return true;
 	}
-	if (!enter_list(&eb->info, page))
+	if (!ebb_enter_list(&eb->info, page))
 		return false;
 	atomic_long_inc(&eb->listed);
 	return true;
@@ -154,7 +155,7 @@ bool ebb_move_end(struct ebb_balloon *eb, struct ebb_message *message)
 void ebb_move_init(struct ebb_balloon *eb)
 {
 	balloon_devinfo_init(&eb->info);
-	eb->info.migratepage = move_page;
+	eb->info.migratepage = ebb_move_page;
 }
 #else
 bool ebb_move_end(struct ebb_balloon *eb, struct ebb_message *message)

@@ -18,7 +18,7 @@
 #define TAG_ASYNC_RECLAIM	14
 #define TAG_DIRECT_RECLAIM	15
 
-static void put_stat(struct ebb_balloon *eb, unsigned int *count, u16 tag, u64 value)
+static void ebb_put_stat(struct ebb_balloon *eb, unsigned int *count, u16 tag, u64 value)
 {
 	struct virtio_balloon_stat *stat;
 
@@ -29,7 +29,7 @@ static void put_stat(struct ebb_balloon *eb, unsigned int *count, u16 tag, u64 v
 	stat->val = cpu_to_virtio64(eb->vdev, value);
 }
 
-static unsigned int put_events(struct ebb_balloon *eb, unsigned int count)
+static unsigned int ebb_put_events(struct ebb_balloon *eb, unsigned int count)
 {
 #ifdef CONFIG_VM_EVENT_COUNTERS
 	unsigned long events[NR_VM_EVENT_ITEMS];
@@ -37,29 +37,29 @@ static unsigned int put_events(struct ebb_balloon *eb, unsigned int count)
 	unsigned int zone;
 
 	all_vm_events(events);
-	put_stat(eb, &count, VIRTIO_BALLOON_S_SWAP_IN, (u64)events[PSWPIN] << PAGE_SHIFT);
-	put_stat(eb, &count, VIRTIO_BALLOON_S_SWAP_OUT, (u64)events[PSWPOUT] << PAGE_SHIFT);
-	put_stat(eb, &count, VIRTIO_BALLOON_S_MAJFLT, events[PGMAJFAULT]);
-	put_stat(eb, &count, VIRTIO_BALLOON_S_MINFLT, events[PGFAULT]);
+	ebb_put_stat(eb, &count, VIRTIO_BALLOON_S_SWAP_IN, (u64)events[PSWPIN] << PAGE_SHIFT);
+	ebb_put_stat(eb, &count, VIRTIO_BALLOON_S_SWAP_OUT, (u64)events[PSWPOUT] << PAGE_SHIFT);
+	ebb_put_stat(eb, &count, VIRTIO_BALLOON_S_MAJFLT, events[PGMAJFAULT]);
+	ebb_put_stat(eb, &count, VIRTIO_BALLOON_S_MINFLT, events[PGFAULT]);
 #ifdef CONFIG_HUGETLB_PAGE
-	put_stat(eb, &count, TAG_HTLB_PGALLOC, events[HTLB_BUDDY_PGALLOC]);
-	put_stat(eb, &count, TAG_HTLB_PGFAIL, events[HTLB_BUDDY_PGALLOC_FAIL]);
+	ebb_put_stat(eb, &count, TAG_HTLB_PGALLOC, events[HTLB_BUDDY_PGALLOC]);
+	ebb_put_stat(eb, &count, TAG_HTLB_PGFAIL, events[HTLB_BUDDY_PGALLOC_FAIL]);
 #endif
 	/* The stall counters of all zones are adjacent. */
 	for (zone = 0; zone < MAX_NR_ZONES; zone++)
 		stalls += events[ALLOCSTALL_NORMAL - ZONE_NORMAL + zone];
-	put_stat(eb, &count, TAG_OOM_KILL, events[OOM_KILL]);
-	put_stat(eb, &count, TAG_ALLOC_STALL, stalls);
-	put_stat(eb, &count, TAG_ASYNC_SCAN, (u64)events[PGSCAN_KSWAPD] << PAGE_SHIFT);
-	put_stat(eb, &count, TAG_DIRECT_SCAN, (u64)events[PGSCAN_DIRECT] << PAGE_SHIFT);
-	put_stat(eb, &count, TAG_ASYNC_RECLAIM, (u64)events[PGSTEAL_KSWAPD] << PAGE_SHIFT);
-	put_stat(eb, &count, TAG_DIRECT_RECLAIM, (u64)events[PGSTEAL_DIRECT] << PAGE_SHIFT);
+	ebb_put_stat(eb, &count, TAG_OOM_KILL, events[OOM_KILL]);
+	ebb_put_stat(eb, &count, TAG_ALLOC_STALL, stalls);
+	ebb_put_stat(eb, &count, TAG_ASYNC_SCAN, (u64)events[PGSCAN_KSWAPD] << PAGE_SHIFT);
+	ebb_put_stat(eb, &count, TAG_DIRECT_SCAN, (u64)events[PGSCAN_DIRECT] << PAGE_SHIFT);
+	ebb_put_stat(eb, &count, TAG_ASYNC_RECLAIM, (u64)events[PGSTEAL_KSWAPD] << PAGE_SHIFT);
+	ebb_put_stat(eb, &count, TAG_DIRECT_RECLAIM, (u64)events[PGSTEAL_DIRECT] << PAGE_SHIFT);
 #endif
 	return count;
 }
 
 /* The queue's only buffer must belong to the driver. */
-static int send_stats(struct ebb_balloon *eb)
+static int ebb_send_stats(struct ebb_balloon *eb)
 {
 	struct virtqueue *vq = eb->vqs[EBB_VQ_STATS];
 	unsigned int count = 0;
@@ -68,12 +68,12 @@ static int send_stats(struct ebb_balloon *eb)
 	int err;
 
 	si_meminfo(&info);
-	count = put_events(eb, count);
-	put_stat(eb, &count, VIRTIO_BALLOON_S_MEMFREE, (u64)info.freeram << PAGE_SHIFT);
-	put_stat(eb, &count, VIRTIO_BALLOON_S_MEMTOT, (u64)info.totalram << PAGE_SHIFT);
-	put_stat(eb, &count, VIRTIO_BALLOON_S_AVAIL, (u64)si_mem_available() << PAGE_SHIFT);
-	put_stat(eb, &count, VIRTIO_BALLOON_S_CACHES,
-		 (u64)global_node_page_state(NR_FILE_PAGES) << PAGE_SHIFT);
+	count = ebb_put_events(eb, count);
+	ebb_put_stat(eb, &count, VIRTIO_BALLOON_S_MEMFREE, (u64)info.freeram << PAGE_SHIFT);
+	ebb_put_stat(eb, &count, VIRTIO_BALLOON_S_MEMTOT, (u64)info.totalram << PAGE_SHIFT);
+	ebb_put_stat(eb, &count, VIRTIO_BALLOON_S_AVAIL, (u64)si_mem_available() << PAGE_SHIFT);
+	ebb_put_stat(eb, &count, VIRTIO_BALLOON_S_CACHES,
+		     (u64)global_node_page_state(NR_FILE_PAGES) << PAGE_SHIFT);
 
 	sg_init_one(&sg, eb->stats, count * sizeof(eb->stats[0]));
 	err = virtqueue_add_outbuf(vq, &sg, 1, eb, GFP_KERNEL);
@@ -82,7 +82,7 @@ static int send_stats(struct ebb_balloon *eb)
 	return err;
 }
 
-static void stats_work(struct work_struct *work)
+static void ebb_stats_work(struct work_struct *work)
 {
 	struct ebb_balloon *eb = container_of(work, struct ebb_balloon, stats_work);
 	unsigned int len;
@@ -92,7 +92,7 @@ static void stats_work(struct work_struct *work)
 			ebb_device_failed(eb);
 		return;
 	}
-	send_stats(eb);
+	ebb_send_stats(eb);
 }
 
 /**
@@ -118,10 +118,10 @@ void ebb_stats_requested(struct virtqueue *vq)
  */
 int ebb_stats_start(struct ebb_balloon *eb)
 {
-	return eb->vqs[EBB_VQ_STATS] ? send_stats(eb) : 0;
+	return eb->vqs[EBB_VQ_STATS] ? ebb_send_stats(eb) : 0;
 }
 
 void ebb_stats_init(struct ebb_balloon *eb)
 {
-	INIT_WORK(&eb->stats_work, stats_work);
+	INIT_WORK(&eb->stats_work, ebb_stats_work);
 }

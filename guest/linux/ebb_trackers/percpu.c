@@ -17,7 +17,8 @@
  *   (counted as lost). With a few large frees, that can be nearly all of a
  *   program that exits;
  * - pages that at the scan are still in a per-CPU list (percpu_dropped), if no
- *   later free in the same block is captured;
+ *   later free in the same block is captured. Since Linux 6.7 those lists grow
+ *   with the frees of a CPU, and this can be nearly all single pages;
  * - blocks smaller than percpu_order at the thread's turn (percpu_small);
  * - what was free before the tracker started.
  *

@@ -54,7 +54,7 @@ int ebb_zone_maps_mark(struct page *page, unsigned long pfn, enum ebb_moment mom
 	struct ebb_zone_map *map;
 	unsigned long bit;
 
-	/* Kept by the tracepoint's section, or by the caller's: preemption may be on in the former. */
+	/* Kept by the section of the tracepoint, where preemption may be on, or of the caller. */
 	map = rcu_dereference_raw(ebb_maps[ebb_zone_number(page_zone(page))]);
 	if (!map)
 		return EBB_MARKED_BEFORE;

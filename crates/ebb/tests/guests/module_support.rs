@@ -34,7 +34,7 @@ pub struct Module {
     /// The guest.
     pub guest: Guest,
     /// Its kernel's release.
-    release: String,
+    pub release: String,
     modules: Modules,
 }
 

@@ -27,6 +27,8 @@ const INSIDE: &str = "EBB_GUEST_TESTS_INSIDE";
 const ONLY: &str = "EBB_GUEST_TESTS_ONLY";
 /// File for the results of the tests in the virtual host.
 const RESULTS_INSIDE: &str = "/tmp/results.json";
+/// Environment variable for the kernel image of virtual hosts, instead of the guests' kernel.
+const HOST_KERNEL_VARIABLE: &str = "EBB_GUEST_TESTS_HOST_KERNEL";
 /// Environment variable for a file for the results of a run, with date and commit.
 const RESULTS_VARIABLE: &str = "EBB_TEST_RESULTS";
 /// Number of slowest tests that are listed with their time.
@@ -339,13 +341,13 @@ impl Outside {
     }
 
     /// Runs the tests with these names: first those without requirements on the kernel, in a
-    /// virtual host with the guests' kernel, which most users' machines have; then the others, in
-    /// one with a newer kernel.
+    /// virtual host with the guests' kernel, which most users' machines have, unless a variable
+    /// names another; then the others, in one with a newer kernel.
     fn run_of_kinds(&self, number: usize, names: &[String]) -> Result<Outcome, Failure> {
         let mut outcomes = Vec::new();
-        for (needs, kernel) in
-            [(Needs::AnyKernel, HostKernel::OfGuests), (Needs::Merging, HostKernel::Newest)]
-        {
+        let usual = env::var_os(HOST_KERNEL_VARIABLE)
+            .map_or(HostKernel::OfGuests, |image| HostKernel::At(image.into()));
+        for (needs, kernel) in [(Needs::AnyKernel, usual), (Needs::Merging, HostKernel::Newest)] {
             let names: Vec<_> =
                 names.iter().filter(|name| Needs::of(name) == needs).cloned().collect();
             if names.is_empty() {
