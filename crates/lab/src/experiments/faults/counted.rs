@@ -95,9 +95,15 @@ fn run(machine: OnMachine<'_>, all: &mut [Series]) {
     match counted {
         Ok((guests, counted)) => {
             metrics::fill(&trackers, &counted, all);
-            all.iter_mut().for_each(|series| series.notes.push(format!("guests run {guests}")));
+            for series in all {
+                series.notes.push(format!("guests run {guests}"));
+            }
         }
-        Err(error) => all.iter_mut().for_each(|series| series.error = Some(error.to_string())),
+        Err(error) => {
+            for series in all {
+                series.error = Some(error.to_string());
+            }
+        }
     }
 }
 
