@@ -77,9 +77,8 @@ impl Emulator {
         let words = "-nodefaults -no-user-config -no-reboot -display none -monitor none \
                      -serial stdio -accel tcg,thread=single -icount shift=0,sleep=off -seed 1 \
                      -rtc base=2026-01-01,clock=vm -smp 1";
-        let arguments =
-            [Some(KERNEL_ARGUMENTS), Some(SAME_EACH_TIME)].map(|it| it.map(str::to_owned));
-        let arguments = arguments.into_iter().chain([driver.kernel_arguments()]).flatten();
+        let mut arguments = vec![KERNEL_ARGUMENTS.to_owned(), SAME_EACH_TIME.to_owned()];
+        arguments.extend(driver.kernel_arguments());
         command
             .args(["-M", MACHINE, "-cpu", CPU, "-m", &format!("{MEMORY_MIB}M")])
             .args(words.split_ascii_whitespace())
@@ -88,7 +87,7 @@ impl Emulator {
             .arg(&self.files.kernel.image)
             .arg("-initrd")
             .arg(&self.files.initrd)
-            .args(["-append", &arguments.collect::<Vec<_>>().join(" ")]);
+            .args(["-append", &arguments.join(" ")]);
         command
     }
 }
