@@ -236,6 +236,16 @@ mod tests {
     }
 
     #[test]
+    fn series_in_an_emulator_are_apart_from_those_of_a_virtual_host() {
+        let experiment = experiments::find("faults").unwrap();
+        let names = ["none", "counted-none"].map(str::to_owned);
+        let plans = experiment.choose(Some(&names)).unwrap();
+        let (emulated, rest) = Selection { plans, chosen: Chosen::ByName }.by_emulation();
+        assert_eq!((emulated[0].name, rest.plans[0].name), ("counted-none", "none"));
+        assert_eq!((emulated.len(), rest.plans.len()), (1, 1));
+    }
+
+    #[test]
     fn an_empty_selection_is_an_error() {
         let mut chosen = selection(&["qemu-reporting"], Chosen::ByDefault);
         assert!(chosen.keep_possible(|plan| bare().missing(plan.setup()?)).is_err());

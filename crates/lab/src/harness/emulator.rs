@@ -58,6 +58,18 @@ impl Emulator {
         &self.files.kernel.release
     }
 
+    /// What executes the guests, and their kernel: counts depend on both.
+    ///
+    /// # Errors
+    /// [`LabError::StartMonitor`].
+    pub fn describe(&self) -> Result<String, LabError> {
+        let failed =
+            |cause| LabError::StartMonitor { program: self.qemu.display().to_string(), cause };
+        let output = Program::new(&self.qemu).arg("--version").output().map_err(failed)?;
+        let version = String::from_utf8_lossy(&output.stdout);
+        Ok(format!("Linux {} in {}", self.kernel(), version.lines().next().unwrap_or_default()))
+    }
+
     /// The command that runs a guest with this balloon driver, with its serial console on standard
     /// input and output.
     pub fn command(&self, driver: Driver) -> Program {
@@ -65,9 +77,8 @@ impl Emulator {
         let words = "-nodefaults -no-user-config -no-reboot -display none -monitor none \
                      -serial stdio -accel tcg,thread=single -icount shift=0,sleep=off -seed 1 \
                      -rtc base=2026-01-01,clock=vm -smp 1";
-        let arguments =
-            [Some(KERNEL_ARGUMENTS), Some(SAME_EACH_TIME)].map(|it| it.map(str::to_owned));
-        let arguments = arguments.into_iter().chain([driver.kernel_arguments()]).flatten();
+        let mut arguments = vec![KERNEL_ARGUMENTS.to_owned(), SAME_EACH_TIME.to_owned()];
+        arguments.extend(driver.kernel_arguments());
         command
             .args(["-M", MACHINE, "-cpu", CPU, "-m", &format!("{MEMORY_MIB}M")])
             .args(words.split_ascii_whitespace())
@@ -76,7 +87,31 @@ impl Emulator {
             .arg(&self.files.kernel.image)
             .arg("-initrd")
             .arg(&self.files.initrd)
-            .args(["-append", &arguments.collect::<Vec<_>>().join(" ")]);
+            .args(["-append", &arguments.join(" ")]);
         command
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::harness::driver::Tracker;
+    use ebb_virtual_host::kernel::Kernel;
+
+    #[test]
+    fn the_tracker_is_all_that_differs_between_guests() {
+        let kernel =
+            Kernel { image: "vmlinuz".into(), release: "6.1".to_owned(), modules: "m".into() };
+        let files = BootFiles { kernel, initrd: "guest.cpio".into(), module: Presence::Present };
+        let emulator = Emulator { qemu: "qemu".into(), files };
+        let line = |tracker| {
+            let command = emulator.command(Driver::tracking(tracker));
+            let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy()).collect();
+            words.join(" ")
+        };
+        let off = line(Tracker::Off);
+        assert!(off.contains(" -icount shift=0,sleep=off ") && off.contains(" nokaslr "), "{off}");
+        assert!(off.contains("-kernel vmlinuz -initrd guest.cpio"), "{off}");
+        assert_eq!(off.replace("tracker=none", "tracker=percpu"), line(Tracker::Percpu));
     }
 }

@@ -86,14 +86,24 @@ fn run(machine: OnMachine<'_>, all: &mut [Series]) {
         .into_iter()
         .filter(|tracker| all.iter().any(|series| series.name == series_name(*tracker)))
         .collect();
-    let counted = match tempfile::tempdir() {
-        Ok(directory) => Emulator::find(directory.path())
-            .map(|emulator| count(&emulator, &trackers, WORK, Some(machine.events))),
-        Err(error) => Err(LabError::of_file(std::env::temp_dir())(error)),
-    };
+    let counted = tempfile::tempdir().map_err(LabError::of_file(std::env::temp_dir()));
+    let counted = counted.and_then(|directory| {
+        let emulator = Emulator::find(directory.path())?;
+        let guests = emulator.describe()?;
+        Ok((guests, count(&emulator, &trackers, WORK, Some(machine.events))))
+    });
     match counted {
-        Ok(counted) => metrics::fill(&trackers, &counted, all),
-        Err(error) => all.iter_mut().for_each(|series| series.error = Some(error.to_string())),
+        Ok((guests, counted)) => {
+            metrics::fill(&trackers, &counted, all);
+            for series in all {
+                series.notes.push(format!("guests run {guests}"));
+            }
+        }
+        Err(error) => {
+            for series in all {
+                series.error = Some(error.to_string());
+            }
+        }
     }
 }
 
