@@ -73,13 +73,14 @@ build() {
     # is the program that would convert them.
     unshare --mount sh -ec 'mount -t proc proc "$1/proc"; exec env LANG=C chroot "$@"' sh \
         "$tree" make -s -C "/lib/modules/$release/build" M=/modules W=1 \
-        KCFLAGS=-Werror CONFIG_DEBUG_INFO_BTF_MODULES= modules
+        KCFLAGS=-Werror CONFIG_DEBUG_INFO_BTF_MODULES= EBB_VERSION="$version" modules
     mkdir -p "$output"
     for module in ebb_balloon ebb_trackers; do
         strip --strip-debug -o "$output/$module.ko" "$tree/modules/$module/$module.ko"
     done
 }
 
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$(dirname "$0")/../Cargo.toml")
 only_build=no
 if [ "${1:-}" = --build ]; then
     only_build=yes
