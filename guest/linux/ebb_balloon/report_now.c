@@ -8,14 +8,20 @@
  * to become free. It waits for the host, in a work item of its own.
  */
 #include <linux/mm.h>
+#include <linux/oom.h>
 #include <linux/slab.h>
 
+#include "counts.h"
 #include "ebb_balloon.h"
 #include "isolate.h"
 #include "walk.h"
 
 /* Number of a request of the driver's own. */
 #define EARLY_ID	U64_MAX
+/* Time without reports of this kind after the guest was out of memory. */
+#define REST		(2 * HZ)
+/* Longest time that the guest waits for a report when it is out of memory. */
+#define LONGEST_WAIT	HZ
 
 /**
  * struct ebb_report_now - what is reported on request
@@ -28,6 +34,9 @@
  * @complete: everything that was free then was reported
  * @walk: finds free blocks
  * @batch: blocks that are out of the allocator
+ * @oom: waits for reports when the guest is out of memory
+ * @notified: it was registered
+ * @rest: time until which nothing is reported here
  */
 struct ebb_report_now {
 	struct ebb_balloon *eb;
@@ -40,18 +49,21 @@ struct ebb_report_now {
 	bool complete;
 	struct ebb_walk walk;
 	struct ebb_batch batch;
+	struct notifier_block oom;
+	bool notified;
+	unsigned long rest;
 };
 
 /*
  * Pages of a zone that may be out of the allocator for the time of a report:
- * others allocate meanwhile, and must not find the zone short of memory.
+ * others allocate meanwhile, and should not find the zone short of memory.
  */
 static unsigned long spare_pages(struct zone *zone)
 {
 	unsigned long free = zone_page_state(zone, NR_FREE_PAGES);
 	unsigned long reserve = low_wmark_pages(zone);
 
-	return free > reserve ? (free - reserve) / 2 : 0;
+	return free > reserve ? (free - reserve) / 4 : 0;
 }
 
 /*
@@ -96,7 +108,10 @@ static unsigned int fill(struct ebb_report_now *now, unsigned int at)
 	return at;
 }
 
-/* Reports what the last step of the walk found. Returns false if the device is broken. */
+/*
+ * Reports what the last step of the walk found. Returns false if the device is
+ * broken, or the guest was out of memory a moment ago.
+ */
 static bool report_found(struct ebb_report_now *now, u64 id)
 {
 	unsigned int at = 0;
@@ -106,7 +121,7 @@ static bool report_found(struct ebb_report_now *now, u64 id)
 		unsigned int i;
 		int err;
 
-		if (!ebb_report_begin(now->eb))
+		if (time_before(jiffies, READ_ONCE(now->rest)) || !ebb_report_begin(now->eb))
 			return false;
 		at = fill(now, at);
 		for (i = 0; i < now->batch.named_count; i++)
@@ -231,6 +246,24 @@ bool ebb_report_now_ended(struct ebb_balloon *eb, u64 id, bool *complete)
 	return ended;
 }
 
+/*
+ * What is being reported, here or by a tracker, is missing only for a moment and
+ * no reason to kill a program: it is waited for.
+ */
+static int wait_for_reports(struct notifier_block *notifier, unsigned long unused, void *data)
+{
+	struct ebb_report_now *now = container_of(notifier, struct ebb_report_now, oom);
+	struct ebb_balloon *eb = now->eb;
+	unsigned long *freed = data;
+
+	WRITE_ONCE(now->rest, jiffies + REST);
+	if (atomic64_read(&ebb_counts.isolated_now) &&
+	    wait_event_idle_timeout(eb->report_wait, READ_ONCE(eb->broken) ||
+				    !atomic64_read(&ebb_counts.isolated_now), LONGEST_WAIT))
+		*freed += 1;
+	return NOTIFY_OK;
+}
+
 /**
  * ebb_report_now_init() - prepare for reports, if they were negotiated
  * @eb: the device
@@ -251,6 +284,9 @@ int ebb_report_now_init(struct ebb_balloon *eb)
 	now->batch.marks = true;
 	INIT_WORK(&now->work, report_work);
 	spin_lock_init(&now->lock);
+	now->rest = jiffies;
+	now->oom.notifier_call = wait_for_reports;
+	now->notified = !register_oom_notifier(&now->oom);
 	return ebb_walk_init(&now->walk, eb);
 }
 
@@ -258,6 +294,8 @@ void ebb_report_now_exit(struct ebb_balloon *eb)
 {
 	if (!eb->report_now)
 		return;
+	if (eb->report_now->notified)
+		unregister_oom_notifier(&eb->report_now->oom);
 	ebb_walk_exit(&eb->report_now->walk);
 	kvfree(eb->report_now);
 	eb->report_now = NULL;

@@ -54,9 +54,12 @@ static int ebb_reporting_report(struct page_reporting_dev_info *info, struct sca
 	err = -EIO;
 	if (ebb_report_begin(ebb_reporting_eb)) {
 		err = ebb_report_blocks(ebb_reporting_eb, blocks, count);
+		/* Before the end of the turn, which wakes those that are out of memory. */
+		atomic64_sub(count, &ebb_counts.isolated_now);
 		ebb_report_end(ebb_reporting_eb);
+	} else {
+		atomic64_sub(count, &ebb_counts.isolated_now);
 	}
-	atomic64_sub(count, &ebb_counts.isolated_now);
 
 	if (err) {
 		atomic64_inc(&ebb_counts.report_errors);
