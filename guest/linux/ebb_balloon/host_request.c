@@ -57,7 +57,7 @@ struct ebb_host_requests {
 	void *message;
 };
 
-static void post_buffer(struct ebb_host_requests *r)
+static void ebb_request_post(struct ebb_host_requests *r)
 {
 	struct virtqueue *vq = r->eb->vqs[EBB_VQ_HOST_REQUEST];
 	struct scatterlist sg;
@@ -70,13 +70,13 @@ static void post_buffer(struct ebb_host_requests *r)
 	spin_unlock_irqrestore(&r->lock, flags);
 }
 
-static void post_work(struct work_struct *work)
+static void ebb_request_post_work(struct work_struct *work)
 {
-	post_buffer(container_of(to_delayed_work(work), struct ebb_host_requests, post));
+	ebb_request_post(container_of(to_delayed_work(work), struct ebb_host_requests, post));
 }
 
 /* Sends what there is; false if the device still has the last message. */
-static bool send_answer(struct ebb_host_requests *r, u16 status)
+static bool ebb_answer_send(struct ebb_host_requests *r, u16 status)
 {
 	struct ebb_format format = { .encodings = ebb_encodings(r->eb), .bytes = PAGE_SIZE };
 	struct virtqueue *vq = r->eb->vqs[EBB_VQ_HOST_REQUEST];
@@ -119,7 +119,7 @@ static bool send_answer(struct ebb_host_requests *r, u16 status)
 }
 
 /* Moves what was found into the set; false if the set has to be sent first. */
-static bool collect(struct ebb_host_requests *r)
+static bool ebb_answer_collect(struct ebb_host_requests *r)
 {
 	struct ebb_format format = { .encodings = ebb_encodings(r->eb), .bytes = PAGE_SIZE };
 
@@ -152,10 +152,10 @@ static bool collect(struct ebb_host_requests *r)
 }
 
 /* The last message of an answer. Always returns false: the device has to do something next. */
-static bool end_answer(struct ebb_host_requests *r, bool complete)
+static bool ebb_answer_end(struct ebb_host_requests *r, bool complete)
 {
-	if (send_answer(r, complete ? VIRTIO_BALLOON_STATUS_DONE :
-				      VIRTIO_BALLOON_STATUS_ABORTED)) {
+	if (ebb_answer_send(r, complete ? VIRTIO_BALLOON_STATUS_DONE :
+					  VIRTIO_BALLOON_STATUS_ABORTED)) {
 		ebb_count(r->eb, complete ? EBB_ANSWERS_DONE : EBB_ANSWERS_ABORTED, 1);
 		r->id = 0;
 	}
@@ -163,24 +163,24 @@ static bool end_answer(struct ebb_host_requests *r, bool complete)
 }
 
 /* One step of an answer. Returns false when the device has to do something first. */
-static bool answer(struct ebb_host_requests *r)
+static bool ebb_answer_step(struct ebb_host_requests *r)
 {
 	bool complete;
 
 	if (r->reports) {
 		if (!ebb_report_now_ended(r->eb, r->id, &complete))
 			return false;
-		return end_answer(r, complete);
+		return ebb_answer_end(r, complete);
 	}
-	if (!collect(r))
-		return send_answer(r, VIRTIO_BALLOON_STATUS_MORE);
+	if (!ebb_answer_collect(r))
+		return ebb_answer_send(r, VIRTIO_BALLOON_STATUS_MORE);
 	if (ebb_walk_step(&r->walk))
 		return true;
-	return end_answer(r, !r->incomplete);
+	return ebb_answer_end(r, !r->incomplete);
 }
 
 /* Ends an answer without a last message. */
-static void drop_answer(struct ebb_host_requests *r, enum ebb_counter why)
+static void ebb_answer_drop(struct ebb_host_requests *r, enum ebb_counter why)
 {
 	if (!r->id)
 		return;
@@ -190,10 +190,10 @@ static void drop_answer(struct ebb_host_requests *r, enum ebb_counter why)
 	ebb_count(r->eb, why, 1);
 }
 
-static void begin_answer(struct ebb_host_requests *r, u16 command, u64 id,
-			 unsigned int page_shift)
+static void ebb_answer_begin(struct ebb_host_requests *r, u16 command, u64 id,
+			     unsigned int page_shift)
 {
-	drop_answer(r, EBB_ANSWERS_SUPERSEDED);
+	ebb_answer_drop(r, EBB_ANSWERS_SUPERSEDED);
 	ebb_count(r->eb, EBB_REQUESTS, 1);
 	/* Of each answer by itself: it also has what the host did to the processor meanwhile. */
 	atomic64_set(&r->eb->counters[EBB_LONGEST_LOCK_NS], 0);
@@ -210,7 +210,7 @@ static void begin_answer(struct ebb_host_requests *r, u16 command, u64 id,
 	r->incomplete = false;
 }
 
-static bool is_legal(struct ebb_balloon *eb, u16 command, u16 page_shift)
+static bool ebb_request_is_legal(struct ebb_balloon *eb, u16 command, u16 page_shift)
 {
 	if (command == VIRTIO_BALLOON_CMD_CANCEL)
 		return !page_shift;
@@ -222,7 +222,7 @@ static bool is_legal(struct ebb_balloon *eb, u16 command, u16 page_shift)
 }
 
 /* Looks at a buffer that came back, and makes it available again. */
-static void take_request(struct ebb_host_requests *r)
+static void ebb_request_take(struct ebb_host_requests *r)
 {
 	struct virtio_balloon_host_request request = {};
 	u16 command, page_shift;
@@ -245,28 +245,28 @@ static void take_request(struct ebb_host_requests *r)
 	page_shift = le16_to_cpu(request.page_shift);
 	id = le64_to_cpu(request.request_id);
 	if (bytes != sizeof(request) || request.reserved || !id ||
-	    !is_legal(r->eb, command, page_shift)) {
+	    !ebb_request_is_legal(r->eb, command, page_shift)) {
 		ebb_count(r->eb, EBB_BAD_REQUESTS, 1);
 		queue_delayed_work(r->eb->wq, &r->post, msecs_to_jiffies(PENALTY_MS));
 		return;
 	}
 	/* Before the first message of the answer, so that the host can stop it. */
-	post_buffer(r);
+	ebb_request_post(r);
 	if (command != VIRTIO_BALLOON_CMD_CANCEL)
-		begin_answer(r, command, id, page_shift);
+		ebb_answer_begin(r, command, id, page_shift);
 	else if (id == r->id)
-		drop_answer(r, EBB_CANCELS);
+		ebb_answer_drop(r, EBB_CANCELS);
 }
 
-static void request_work(struct work_struct *work)
+static void ebb_request_work(struct work_struct *work)
 {
 	struct ebb_host_requests *r = container_of(work, struct ebb_host_requests, work);
 	unsigned long end = jiffies + msecs_to_jiffies(TURN_MS);
 	ktime_t start = ktime_get();
 
 	while (!READ_ONCE(r->eb->stopping)) {
-		take_request(r);
-		if (!r->id || !answer(r))
+		ebb_request_take(r);
+		if (!r->id || !ebb_answer_step(r))
 			break;
 		if (time_after(jiffies, end)) {
 			queue_work(r->eb->wq, work);
@@ -335,8 +335,8 @@ int ebb_requests_init(struct ebb_balloon *eb)
 		return -ENOMEM;
 	eb->requests = r;
 	r->eb = eb;
-	INIT_WORK(&r->work, request_work);
-	INIT_DELAYED_WORK(&r->post, post_work);
+	INIT_WORK(&r->work, ebb_request_work);
+	INIT_DELAYED_WORK(&r->post, ebb_request_post_work);
 	spin_lock_init(&r->lock);
 	r->set.max = EBB_SET_RANGES;
 	r->set.ranges = kvmalloc_array(EBB_SET_RANGES, sizeof(struct ebb_range), GFP_KERNEL);
@@ -376,7 +376,7 @@ void ebb_requests_start(struct ebb_balloon *eb)
 	r->id = 0;
 	r->received = false;
 	r->sent = false;
-	post_buffer(r);
+	ebb_request_post(r);
 }
 
 /**

@@ -130,7 +130,7 @@ u8 ebb_encodings(struct ebb_balloon *eb)
 	return eb->negotiated;
 }
 
-static int find_queues(struct ebb_balloon *eb)
+static int ebb_find_queues(struct ebb_balloon *eb)
 {
 	static const struct {
 		const char *name;
@@ -173,7 +173,7 @@ static int find_queues(struct ebb_balloon *eb)
 }
 
 /* The host must know the content of free pages before it may discard any. */
-static void tell_poison(struct ebb_balloon *eb)
+static void ebb_tell_poison(struct ebb_balloon *eb)
 {
 	u32 value = 0;
 
@@ -185,7 +185,7 @@ static void tell_poison(struct ebb_balloon *eb)
 }
 
 /* Of a device that was reset. There may be none: after a restore that failed. */
-static void drop_queues(struct ebb_balloon *eb)
+static void ebb_drop_queues(struct ebb_balloon *eb)
 {
 	if (eb->vqs[EBB_VQ_INFLATE])
 		eb->vdev->config->del_vqs(eb->vdev);
@@ -193,9 +193,9 @@ static void drop_queues(struct ebb_balloon *eb)
 }
 
 /* Sets up queues and an empty balloon, for a new device or after a reset. */
-static int start_device(struct ebb_balloon *eb)
+static int ebb_start_device(struct ebb_balloon *eb)
 {
-	int err = find_queues(eb);
+	int err = ebb_find_queues(eb);
 
 	if (err) {
 		/* Some may be there, or be errors; the transport has deleted them. */
@@ -204,7 +204,7 @@ static int start_device(struct ebb_balloon *eb)
 	}
 	err = ebb_size_start(eb);
 	if (err) {
-		drop_queues(eb);
+		ebb_drop_queues(eb);
 		return err;
 	}
 	eb->stopping = false;
@@ -212,7 +212,7 @@ static int start_device(struct ebb_balloon *eb)
 	eb->stopped = false;
 	ebb_blocks_start(eb);
 	ebb_hinting_start(eb);
-	tell_poison(eb);
+	ebb_tell_poison(eb);
 	virtio_device_ready(eb->vdev);
 
 	if (ebb_stats_start(eb))
@@ -224,7 +224,7 @@ static int start_device(struct ebb_balloon *eb)
 }
 
 /* After this, nothing is sent, nothing waits for the host, and the host has dropped the balloon. */
-static void stop_device(struct ebb_balloon *eb)
+static void ebb_stop_device(struct ebb_balloon *eb)
 {
 	u32 actual = 0;
 
@@ -246,7 +246,7 @@ static void stop_device(struct ebb_balloon *eb)
 }
 
 /* Returns all memory to the guest. */
-static void release_memory(struct ebb_balloon *eb)
+static void ebb_release_memory(struct ebb_balloon *eb)
 {
 	cancel_delayed_work_sync(&eb->size_work);
 	cancel_work_sync(&eb->stats_work);
@@ -257,14 +257,14 @@ static void release_memory(struct ebb_balloon *eb)
 	ebb_size_release(eb);
 }
 
-static void failed_work(struct work_struct *work)
+static void ebb_failed_work(struct work_struct *work)
 {
 	struct ebb_balloon *eb = container_of(work, struct ebb_balloon, failed_work);
 
 	dev_err(&eb->vdev->dev,
 		"the device returned a buffer that it did not have: it is reset, its memory comes back\n");
-	stop_device(eb);
-	release_memory(eb);
+	ebb_stop_device(eb);
+	ebb_release_memory(eb);
 }
 
 /**
@@ -283,7 +283,7 @@ void ebb_device_failed(struct ebb_balloon *eb)
 	spin_unlock_irqrestore(&eb->lock, flags);
 }
 
-static void config_changed(struct virtio_device *vdev)
+static void ebb_config_changed(struct virtio_device *vdev)
 {
 	struct ebb_balloon *eb = vdev->priv;
 
@@ -292,7 +292,7 @@ static void config_changed(struct virtio_device *vdev)
 	ebb_hinting_changed(eb);
 }
 
-static void note_features(struct ebb_balloon *eb)
+static void ebb_note_features(struct ebb_balloon *eb)
 {
 	u8 forced = READ_ONCE(forced_encoding);
 
@@ -311,7 +311,7 @@ static void note_features(struct ebb_balloon *eb)
 			encoding_names[forced]);
 }
 
-static int probe(struct virtio_device *vdev)
+static int ebb_probe(struct virtio_device *vdev)
 {
 	struct ebb_balloon *eb;
 	int err;
@@ -330,11 +330,11 @@ static int probe(struct virtio_device *vdev)
 	mutex_init(&eb->stop_mutex);
 	init_waitqueue_head(&eb->acked);
 	init_waitqueue_head(&eb->report_wait);
-	INIT_WORK(&eb->failed_work, failed_work);
+	INIT_WORK(&eb->failed_work, ebb_failed_work);
 	ebb_move_init(eb);
 	ebb_size_init(eb);
 	ebb_stats_init(eb);
-	note_features(eb);
+	ebb_note_features(eb);
 
 	eb->wq = alloc_workqueue("ebb_balloon", WQ_FREEZABLE | WQ_MEM_RECLAIM | WQ_UNBOUND, 0);
 	err = eb->wq ? ebb_messages_init(eb) : -ENOMEM;
@@ -346,7 +346,7 @@ static int probe(struct virtio_device *vdev)
 	err = ebb_hinting_init(eb);
 	if (err)
 		goto free;
-	err = start_device(eb);
+	err = ebb_start_device(eb);
 	if (err)
 		goto hinting;
 	err = ebb_oom_register(eb);
@@ -358,10 +358,10 @@ static int probe(struct virtio_device *vdev)
 	return 0;
 
 stop:
-	stop_device(eb);
+	ebb_stop_device(eb);
 	cancel_work_sync(&eb->failed_work);
-	release_memory(eb);
-	drop_queues(eb);
+	ebb_release_memory(eb);
+	ebb_drop_queues(eb);
 hinting:
 	ebb_hinting_exit(eb);
 free:
@@ -375,18 +375,18 @@ free:
 	return err;
 }
 
-static void remove(struct virtio_device *vdev)
+static void ebb_remove(struct virtio_device *vdev)
 {
 	struct ebb_balloon *eb = vdev->priv;
 
 	ebb_debugfs_remove(eb->debugfs);
-	stop_device(eb);
+	ebb_stop_device(eb);
 	cancel_work_sync(&eb->failed_work);
 	ebb_trackers_exit(eb);
 	ebb_oom_unregister(eb);
-	release_memory(eb);
+	ebb_release_memory(eb);
 	ebb_hinting_exit(eb);
-	drop_queues(eb);
+	ebb_drop_queues(eb);
 	destroy_workqueue(eb->wq);
 	ebb_report_now_exit(eb);
 	ebb_requests_exit(eb);
@@ -396,38 +396,38 @@ static void remove(struct virtio_device *vdev)
 }
 
 /* Another kernel may be next (kexec): the host must not discard its memory for this one. */
-static void shut_down(struct device *device)
+static void ebb_shut_down(struct device *device)
 {
-	stop_device(dev_to_virtio(device)->priv);
+	ebb_stop_device(dev_to_virtio(device)->priv);
 }
 
 #ifdef CONFIG_PM_SLEEP
-static int freeze(struct virtio_device *vdev)
+static int ebb_freeze(struct virtio_device *vdev)
 {
 	struct ebb_balloon *eb = vdev->priv;
 
-	stop_device(eb);
+	ebb_stop_device(eb);
 	cancel_work_sync(&eb->failed_work);
 	ebb_trackers_pause(eb);
-	release_memory(eb);
-	drop_queues(eb);
+	ebb_release_memory(eb);
+	ebb_drop_queues(eb);
 	return 0;
 }
 
-static int restore(struct virtio_device *vdev)
+static int ebb_restore(struct virtio_device *vdev)
 {
 	struct ebb_balloon *eb = vdev->priv;
 	int err;
 
-	note_features(eb);
-	err = start_device(eb);
+	ebb_note_features(eb);
+	err = ebb_start_device(eb);
 	if (!err)
 		ebb_trackers_resume(eb);
 	return err;
 }
 #endif
 
-static int validate(struct virtio_device *vdev)
+static int ebb_validate(struct virtio_device *vdev)
 {
 	if (!want_init_on_free() && !page_poisoning_enabled_static()) {
 		__virtio_clear_bit(vdev, VIRTIO_BALLOON_F_PAGE_POISON);
@@ -475,17 +475,17 @@ MODULE_DEVICE_TABLE(virtio, ids);
 static struct virtio_driver ebb_driver = {
 	.driver.name = KBUILD_MODNAME,
 	.driver.owner = THIS_MODULE,
-	.driver.shutdown = shut_down,
+	.driver.shutdown = ebb_shut_down,
 	.id_table = ids,
 	.feature_table = features,
 	.feature_table_size = ARRAY_SIZE(features),
-	.validate = validate,
-	.probe = probe,
-	.remove = remove,
-	.config_changed = config_changed,
+	.validate = ebb_validate,
+	.probe = ebb_probe,
+	.remove = ebb_remove,
+	.config_changed = ebb_config_changed,
 #ifdef CONFIG_PM_SLEEP
-	.freeze = freeze,
-	.restore = restore,
+	.freeze = ebb_freeze,
+	.restore = ebb_restore,
 #endif
 };
 module_virtio_driver(ebb_driver);

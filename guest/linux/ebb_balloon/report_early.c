@@ -77,7 +77,7 @@ static struct ebb_early {
 	.lock = __MUTEX_INITIALIZER(early.lock),
 };
 
-static unsigned long large_free_pages(void)
+static unsigned long ebb_large_free_pages(void)
 {
 	unsigned long pages = 0;
 	unsigned int order;
@@ -95,20 +95,20 @@ static unsigned long large_free_pages(void)
 	return pages;
 }
 
-static bool differs(unsigned long a, unsigned long b)
+static bool ebb_early_differs(unsigned long a, unsigned long b)
 {
 	return max(a, b) - min(a, b) > EARLY_NOISE_BYTES >> PAGE_SHIFT;
 }
 
 /* Whether it is time for a report. */
-static bool early_look(unsigned int least_ms)
+static bool ebb_early_look(unsigned int least_ms)
 {
-	unsigned long free = large_free_pages();
+	unsigned long free = ebb_large_free_pages();
 	unsigned long burst = EARLY_BURST_BYTES >> PAGE_SHIFT;
 
 	early.calm = free == early.seen ? early.calm + 1 : 0;
 	early.seen = free;
-	if (differs(free, early.last)) {
+	if (ebb_early_differs(free, early.last)) {
 		early.changed = jiffies;
 		early.last = free;
 	}
@@ -134,14 +134,14 @@ static bool early_look(unsigned int least_ms)
 	return true;
 }
 
-static void early_work(struct work_struct *work)
+static void ebb_early_work(struct work_struct *work)
 {
 	unsigned int least_ms = READ_ONCE(report_delay_ms);
 	unsigned long wait = msecs_to_jiffies(EARLY_POLL_MS);
 
 	mutex_lock(&early.lock);
 	if (early.eb) {
-		if (least_ms && early_look(least_ms))
+		if (least_ms && ebb_early_look(least_ms))
 			ebb_report_now_early(early.eb, pageblock_order + PAGE_SHIFT);
 		if (!least_ms || early.calm >= EARLY_CALM_POLLS)
 			queue_delayed_work(system_freezable_wq, &early.idle, wait);
@@ -160,9 +160,9 @@ void ebb_early_start(struct ebb_balloon *eb)
 	if (!eb->direct)
 		return;
 	mutex_lock(&early.lock);
-	INIT_DELAYED_WORK(&early.busy, early_work);
-	INIT_DEFERRABLE_WORK(&early.idle, early_work);
-	early.base = large_free_pages();
+	INIT_DELAYED_WORK(&early.busy, ebb_early_work);
+	INIT_DEFERRABLE_WORK(&early.idle, ebb_early_work);
+	early.base = ebb_large_free_pages();
 	early.last = early.base;
 	early.calm = 0;
 	early.changed = jiffies;

@@ -58,7 +58,7 @@ struct ebb_report_now {
  * Pages of a zone that may be out of the allocator for the time of a report:
  * others allocate meanwhile, and should not find the zone short of memory.
  */
-static unsigned long spare_pages(struct zone *zone)
+static unsigned long ebb_spare_pages(struct zone *zone)
 {
 	unsigned long free = zone_page_state(zone, NR_FREE_PAGES);
 	unsigned long reserve = low_wmark_pages(zone);
@@ -70,7 +70,7 @@ static unsigned long spare_pages(struct zone *zone)
  * Takes some of the blocks that were found out of the allocator, from number
  * @at on. Return: the number of the first one that is left.
  */
-static unsigned int fill(struct ebb_report_now *now, unsigned int at)
+static unsigned int ebb_now_fill(struct ebb_report_now *now, unsigned int at)
 {
 	struct ebb_walk *walk = &now->walk;
 	struct page *first;
@@ -87,7 +87,7 @@ static unsigned int fill(struct ebb_report_now *now, unsigned int at)
 	zone = page_zone(first);
 	now->batch.zone = zone;
 	spin_lock_irq(&zone->lock);
-	spare = spare_pages(zone);
+	spare = ebb_spare_pages(zone);
 	for (; at < walk->found_nr && now->batch.held_count < EBB_REPORT_MAX; at++) {
 		const struct ebb_block *block = &walk->found[at];
 		unsigned long pages = 1UL << block->order;
@@ -112,7 +112,7 @@ static unsigned int fill(struct ebb_report_now *now, unsigned int at)
  * Reports what the last step of the walk found. Returns false if the device is
  * broken, or the guest was out of memory a moment ago.
  */
-static bool report_found(struct ebb_report_now *now, u64 id)
+static bool ebb_now_report(struct ebb_report_now *now, u64 id)
 {
 	unsigned int at = 0;
 
@@ -123,7 +123,7 @@ static bool report_found(struct ebb_report_now *now, u64 id)
 
 		if (time_before(jiffies, READ_ONCE(now->rest)) || !ebb_report_begin(now->eb))
 			return false;
-		at = fill(now, at);
+		at = ebb_now_fill(now, at);
 		for (i = 0; i < now->batch.named_count; i++)
 			pages += 1UL << now->batch.named[i].order;
 		err = ebb_batch_report(now->eb, &now->batch);
@@ -136,7 +136,7 @@ static bool report_found(struct ebb_report_now *now, u64 id)
 	return true;
 }
 
-static void report_work(struct work_struct *work)
+static void ebb_now_work(struct work_struct *work)
 {
 	struct ebb_report_now *now = container_of(work, struct ebb_report_now, work);
 	unsigned int page_shift;
@@ -154,7 +154,7 @@ static void report_work(struct work_struct *work)
 	complete = now->eb->direct;
 	ebb_walk_begin(&now->walk, page_shift);
 	while (complete && READ_ONCE(now->wanted) == id && ebb_walk_step(&now->walk)) {
-		complete = report_found(now, id);
+		complete = ebb_now_report(now, id);
 		cond_resched();
 	}
 
@@ -250,7 +250,7 @@ bool ebb_report_now_ended(struct ebb_balloon *eb, u64 id, bool *complete)
  * What is being reported, here or by a tracker, is missing only for a moment and
  * no reason to kill a program: it is waited for.
  */
-static int wait_for_reports(struct notifier_block *notifier, unsigned long unused, void *data)
+static int ebb_now_oom(struct notifier_block *notifier, unsigned long unused, void *data)
 {
 	struct ebb_report_now *now = container_of(notifier, struct ebb_report_now, oom);
 	struct ebb_balloon *eb = now->eb;
@@ -282,10 +282,10 @@ int ebb_report_now_init(struct ebb_balloon *eb)
 	eb->report_now = now;
 	now->eb = eb;
 	now->batch.marks = true;
-	INIT_WORK(&now->work, report_work);
+	INIT_WORK(&now->work, ebb_now_work);
 	spin_lock_init(&now->lock);
 	now->rest = jiffies;
-	now->oom.notifier_call = wait_for_reports;
+	now->oom.notifier_call = ebb_now_oom;
 	now->notified = !register_oom_notifier(&now->oom);
 	return ebb_walk_init(&now->walk, eb);
 }

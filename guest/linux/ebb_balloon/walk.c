@@ -16,7 +16,7 @@
 /* After this time under a zone's lock a step ends. */
 #define LOCK_NS		(50 * NSEC_PER_USEC)
 
-static void note_longest(struct ebb_balloon *eb, enum ebb_counter counter, s64 ns)
+static void ebb_note_longest(struct ebb_balloon *eb, enum ebb_counter counter, s64 ns)
 {
 	if (ns > atomic64_read(&eb->counters[counter]))
 		atomic64_set(&eb->counters[counter], ns);
@@ -27,7 +27,7 @@ static void note_longest(struct ebb_balloon *eb, enum ebb_counter counter, s64 n
  * page of somebody, or a block of the balloon. Nothing keeps them as they are;
  * what is passed over by mistake is not found, and that is no mistake.
  */
-static unsigned long used_pages(struct page *page)
+static unsigned long ebb_used_pages(struct page *page)
 {
 	unsigned long order = 0;
 
@@ -39,8 +39,8 @@ static unsigned long used_pages(struct page *page)
 }
 
 /* Looks for blocks in memory whose page structures must stay. Returns where it ended. */
-static unsigned long walk_locked(struct ebb_walk *walk, struct zone *zone,
-				 unsigned long pfn, unsigned long end)
+static unsigned long ebb_walk_locked(struct ebb_walk *walk, struct zone *zone,
+				     unsigned long pfn, unsigned long end)
 {
 	unsigned int looked = 0;
 	unsigned long flags;
@@ -57,7 +57,7 @@ static unsigned long walk_locked(struct ebb_walk *walk, struct zone *zone,
 		if (page_zone(page) != zone) {
 			pages = 1;
 		} else if (!PageBuddy(page)) {
-			pages = used_pages(page);
+			pages = ebb_used_pages(page);
 		} else {
 			unsigned long order = page_private(page);
 
@@ -79,12 +79,12 @@ static unsigned long walk_locked(struct ebb_walk *walk, struct zone *zone,
 	spin_unlock_irqrestore(&zone->lock, flags);
 
 	ebb_count(walk->eb, EBB_LOCKS, 1);
-	note_longest(walk->eb, EBB_LONGEST_LOCK_NS, held);
-	note_longest(walk->eb, EBB_LONGEST_LOCK_EVER_NS, held);
+	ebb_note_longest(walk->eb, EBB_LONGEST_LOCK_NS, held);
+	ebb_note_longest(walk->eb, EBB_LONGEST_LOCK_EVER_NS, held);
 	return pfn;
 }
 
-static void next_zone_to_walk(struct ebb_walk *walk)
+static void ebb_walk_next_zone(struct ebb_walk *walk)
 {
 	walk->pfn = 0;
 	if (++walk->zone == MAX_NR_ZONES) {
@@ -94,7 +94,8 @@ static void next_zone_to_walk(struct ebb_walk *walk)
 }
 
 /* Sections are marked before this is called, so a step that begins now leaves them out. */
-static int memory_changes(struct notifier_block *notifier, unsigned long action, void *unused)
+static int ebb_walk_memory_changes(struct notifier_block *notifier, unsigned long action,
+				   void *unused)
 {
 	struct ebb_walk *walk = container_of(notifier, struct ebb_walk, notifier);
 
@@ -119,7 +120,7 @@ int ebb_walk_init(struct ebb_walk *walk, struct ebb_balloon *eb)
 	walk->eb = eb;
 	walk->node = MAX_NUMNODES;
 	mutex_init(&walk->stepping);
-	walk->notifier.notifier_call = memory_changes;
+	walk->notifier.notifier_call = ebb_walk_memory_changes;
 	err = register_memory_notifier(&walk->notifier);
 	walk->notified = !err;
 	return err;
@@ -165,7 +166,7 @@ bool ebb_walk_step(struct ebb_walk *walk)
 		return false;
 	zone = &NODE_DATA(walk->node)->node_zones[walk->zone];
 	if (!populated_zone(zone) || walk->pfn >= zone_end_pfn(zone)) {
-		next_zone_to_walk(walk);
+		ebb_walk_next_zone(walk);
 		return true;
 	}
 	walk->pfn = ALIGN(max(walk->pfn, zone->zone_start_pfn), 1UL << walk->order);
@@ -173,7 +174,7 @@ bool ebb_walk_step(struct ebb_walk *walk)
 
 	mutex_lock(&walk->stepping);
 	if (pfn_to_online_page(walk->pfn))
-		walk->pfn = walk_locked(walk, zone, walk->pfn, end);
+		walk->pfn = ebb_walk_locked(walk, zone, walk->pfn, end);
 	else
 		walk->pfn = end;
 	mutex_unlock(&walk->stepping);
