@@ -37,12 +37,14 @@
 //!
 //! # The extension
 //!
-//! With features 50 to 52 (docs/extension.md), which are offered only if
+//! With features 50 to 53 (docs/extension.md), which are offered only if
 //! [`BalloonConfig::features`] has them, buffers are messages that name pages by numbers, a bitmap
 //! or ranges, and the owner can request the guest's free pages with
 //! [`Balloon::request_free_pages`]. The answer goes to a [`HintSink`] like hints, under the same
-//! rule; [`FreePageCollector`] is one. A message can name all of memory: it is processed in
-//! portions, so that a call stays short and pages that become due are discarded between two calls.
+//! rule; [`FreePageCollector`] is one. [`Balloon::request_report`] has the driver report them
+//! instead, and ends when the host has their memory. A message can name all of memory: it is
+//! processed in portions, so that a call stays short and pages that become due are discarded between
+//! two calls.
 
 mod budget;
 mod chain;
