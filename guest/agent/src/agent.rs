@@ -1,7 +1,8 @@
 //! The agent's main loop: it receives commands, runs jobs and sends events.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io;
+use std::os::fd::AsRawFd as _;
 use std::time::{Duration, Instant};
 
 use ebb_agent::churn::Churn;
@@ -270,6 +271,7 @@ impl Agent {
             Command::KernelLog { words } => commands::kernel_log(&words),
             Command::PowerOff => self.end(|| Ok(reboot(RebootCommand::PowerOff)?)),
             Command::Reboot => self.end(|| Ok(reboot(RebootCommand::Restart)?)),
+            Command::Kexec { kernel, initrd } => self.end(|| kexec(&kernel, &initrd)),
             Command::Crash { how } => self.end(|| crash(how)),
         };
         if self.over {
@@ -333,6 +335,29 @@ impl Agent {
         // On success the call does not return, or the machine ends shortly afterwards.
         how().map(|()| Value::Null).map_err(describe("cannot end the guest"))
     }
+}
+
+/// Loads another kernel (kexec_file_load(2)) and starts it; drivers are told before.
+fn kexec(kernel: &str, initrd: &str) -> io::Result<()> {
+    let (kernel, initrd) = (File::open(kernel)?, File::open(initrd)?);
+    let mut words = fs::read("/proc/cmdline")?;
+    words.truncate(words.trim_ascii_end().len());
+    words.push(0);
+    // SAFETY: The kernel reads the files and as many bytes of the command line, which ends with 0.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_kexec_file_load,
+            kernel.as_raw_fd(),
+            initrd.as_raw_fd(),
+            words.len(),
+            words.as_ptr(),
+            0_u64,
+        )
+    };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(reboot(RebootCommand::Kexec)?)
 }
 
 fn crash(how: Crash) -> io::Result<()> {

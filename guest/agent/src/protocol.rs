@@ -231,6 +231,14 @@ pub enum Command {
     PowerOff,
     /// Restarts the guest. Only answered by `Started`.
     Reboot,
+    /// Starts another kernel in place of this one (kexec), with the same command line. Only answered
+    /// by `Started`.
+    Kexec {
+        /// File with a bzImage; zeros may follow it.
+        kernel: String,
+        /// File with an initramfs, likewise.
+        initrd: String,
+    },
     /// Crashes the guest. Only answered by `Started`.
     Crash {
         /// Kind of the crash.

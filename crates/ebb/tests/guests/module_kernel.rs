@@ -1,7 +1,11 @@
 //! Ebb's own driver and what the kernel does around it: hotplug of memory and processors, many
 //! processors, compaction during a deflation, content of free pages that the device cannot know.
 
-use ebb_agent::protocol::Command;
+use std::fs;
+use std::path::Path;
+
+use ebb_agent::command_line::BalloonDriver;
+use ebb_agent::protocol::{Command, Event};
 use ebb_vmm::api::BalloonFeature;
 
 use crate::guest::MIB;
@@ -15,6 +19,7 @@ pub const TESTS: &[Test] = &[
     Test::new("module::isolation_does_not_grow_with_cpus", 300, isolation_does_not_grow_with_cpus),
     Test::new("module::compaction_during_deflation", 300, compaction_during_deflation),
     Test::new("module::unknown_content_of_free_pages", 120, unknown_content_of_free_pages),
+    Test::new("module::kexec_with_a_full_balloon", 240, kexec_with_a_full_balloon),
 ];
 
 /// Most blocks that are out of the allocator at a time, whatever the number of processors: one
@@ -144,5 +149,42 @@ fn unknown_content_of_free_pages(scene: &Scene) {
     guest.run(Command::Hold { bytes: 32 * MIB, pattern: 6 });
     guest.inflate_to(128 * MIB);
     guest.inflate_to(0);
+    module.check_well();
+}
+
+/// Another kernel is started while a balloon is full and grows: it finds a device that has forgotten
+/// the balloon, and nothing is discarded under it.
+fn kexec_with_a_full_balloon(scene: &Scene) {
+    // A disk consists of whole sectors.
+    let disk = |name: &str, file: &Path| {
+        let mut content = fs::read(file).unwrap();
+        content.resize(content.len().next_multiple_of(512), 0);
+        let path = scene.path(name);
+        fs::write(&path, content).unwrap();
+        format!("path={},readonly=on", path.display())
+    };
+    let kernel = disk("kernel", &scene.world.bzimage);
+    let initrd = disk("initrd", &scene.world.initrd);
+    let setup = Setup::new(scene)
+        .args(["--cpus", "2", "--disk", &kernel, "--disk", &initrd])
+        .memory("size=1G")
+        .balloon("reporting=on,deflate_on_oom=off");
+    let module = Module::start(setup, &["tracker=reporting"]);
+    let guest = &module.guest;
+    let total = guest.meminfo("MemTotal");
+    for (from, to) in [("/dev/vda", "/tmp/kernel"), ("/dev/vdb", "/tmp/initrd")] {
+        let line = format!("dd if={from} of={to} bs=1M");
+        let argv = ["/bin/busybox", "sh", "-c", &line].map(str::to_owned).to_vec();
+        assert_eq!(guest.run(Command::Exec { argv })["code"], 0, "{line}");
+    }
+    guest.inflate_to(256 * MIB);
+    guest.set_target(512 * MIB);
+    guest.send(Command::Kexec { kernel: "/tmp/kernel".into(), initrd: "/tmp/initrd".into() });
+    let Event::Ready { balloon_driver, warnings, .. } = guest.wait_ready(2) else { unreachable!() };
+    assert_eq!((balloon_driver, warnings), (BalloonDriver::EbbBalloon, Vec::new()));
+    guest.run(Command::Hold { bytes: 64 * MIB, pattern: 27 });
+    guest.inflate_to(512 * MIB);
+    guest.inflate_to(0);
+    assert!(guest.meminfo("MemTotal").abs_diff(total) < 16 * MIB);
     module.check_well();
 }
