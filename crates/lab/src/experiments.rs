@@ -65,7 +65,7 @@ mod tests {
         assert_eq!(
             message,
             "unknown experiment 'densitiy'; available: density, memhog, inflate, free-pages, \
-             migrate, faults, clock, merge-speed, numa-merge, network, disk, boot"
+             churn, migrate, faults, clock, merge-speed, numa-merge, network, disk, boot"
         );
     }
 

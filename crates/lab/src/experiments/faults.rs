@@ -138,7 +138,7 @@ fn describe() -> Vec<MetricInfo> {
 
 fn run(testbed: &mut Testbed<'_>, series: &mut [Series]) -> Result<(), LabError> {
     // Guests boot without a tracker; each turn switches its own on.
-    testbed.run_like(Setup { driver: Driver::switching(), ..Setup::EBB });
+    testbed.run_like(Setup { driver: Driver::among_all(Tracker::Off), ..Setup::EBB });
     slots::run(testbed, sizes(testbed.scale()), series, metrics::fill)
 }
 

@@ -113,9 +113,10 @@ impl Driver {
         Self::Module(Module { tracker, trackers, ..Module::DEFAULT })
     }
 
-    /// The module without a tracker, in guests that switch to any of them.
-    pub const fn switching() -> Self {
-        Self::Module(Module { tracker: Tracker::Off, trackers: Trackers::All, ..Module::DEFAULT })
+    /// The module with this tracker, in guests that have all of them: to switch, or to differ by
+    /// nothing else.
+    pub const fn among_all(tracker: Tracker) -> Self {
+        Self::Module(Module { tracker, trackers: Trackers::All, ..Module::DEFAULT })
     }
 
     /// The agent's value for it.
@@ -198,7 +199,7 @@ mod tests {
         assert_eq!(read.balloon_driver(), Ok(Driver::Module(all).in_guest()));
         assert_eq!(
             Driver::Module(all).describe().unwrap(),
-            "driver ebb_balloon, tracker percpu, encoding bitmap, single pages"
+            "driver ebb_balloon, tracker percpu, encoding bitmap, single pages, no early reports"
         );
     }
 }

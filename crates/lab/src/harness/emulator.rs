@@ -105,7 +105,7 @@ mod tests {
         let files = BootFiles { kernel, initrd: "guest.cpio".into(), module: Presence::Present };
         let emulator = Emulator { qemu: "qemu".into(), files };
         let line = |tracker| {
-            let command = emulator.command(Driver::tracking(tracker));
+            let command = emulator.command(Driver::among_all(tracker));
             let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy()).collect();
             words.join(" ")
         };

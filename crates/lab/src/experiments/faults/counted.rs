@@ -143,7 +143,7 @@ fn guest(
             events.step(number, format!("{}: {what}", series_name(tracker)));
         }
     };
-    let driver = Driver::tracking(tracker);
+    let driver = Driver::among_all(tracker);
     step("boots in the emulator");
     let mut guest = Guest::start(number, emulator.command(driver))?;
     guest.wait_ready(LIMIT)?;
