@@ -23,9 +23,10 @@ static void ebb_note_longest(struct ebb_balloon *eb, enum ebb_counter counter, s
 }
 
 /*
- * Pages that can be passed over together with one that is not free: a large
- * page of somebody, or a block of the balloon. Nothing keeps them as they are;
- * what is passed over by mistake is not found, and that is no mistake.
+ * Number of pages to skip at a page that is not free: those of a compound page
+ * or of a block of the balloon. Both may change at any time, because no
+ * reference is held. Free pages that are skipped for this reason are not found,
+ * which a walk allows.
  */
 static unsigned long ebb_used_pages(struct page *page)
 {
