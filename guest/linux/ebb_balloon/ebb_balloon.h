@@ -395,6 +395,7 @@ int ebb_report_now_init(struct ebb_balloon *eb);
 void ebb_report_now_exit(struct ebb_balloon *eb);
 void ebb_report_now_begin(struct ebb_balloon *eb, u64 id, unsigned int page_shift);
 void ebb_report_now_early(struct ebb_balloon *eb, unsigned int page_shift);
+void ebb_report_now_end_early(struct ebb_balloon *eb);
 void ebb_report_now_cancel(struct ebb_balloon *eb);
 bool ebb_report_now_ended(struct ebb_balloon *eb, u64 id, bool *complete);
 void ebb_report_now_stop(struct ebb_balloon *eb);

@@ -175,18 +175,19 @@ void ebb_early_start(struct ebb_balloon *eb)
 	mutex_unlock(&early.lock);
 }
 
-/* Ends early reports; one that is under way ends by itself. */
+/* Ends early reports, and waits for what is being reported. */
 void ebb_early_stop(void)
 {
-	bool started;
+	struct ebb_balloon *eb;
 
 	mutex_lock(&early.lock);
-	started = early.eb;
+	eb = early.eb;
 	early.eb = NULL;
 	mutex_unlock(&early.lock);
-	if (started) {
+	if (eb) {
 		cancel_delayed_work_sync(&early.busy);
 		cancel_delayed_work_sync(&early.idle);
+		ebb_report_now_end_early(eb);
 	}
 }
 

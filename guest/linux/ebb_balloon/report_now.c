@@ -214,6 +214,21 @@ void ebb_report_now_early(struct ebb_balloon *eb, unsigned int page_shift)
 }
 
 /**
+ * ebb_report_now_end_early() - wait until nothing is reported early any more
+ * @eb: a device for which ebb_report_now_early() is not called meanwhile
+ */
+void ebb_report_now_end_early(struct ebb_balloon *eb)
+{
+	struct ebb_report_now *now = eb->report_now;
+
+	spin_lock(&now->lock);
+	if (now->wanted == EARLY_ID)
+		WRITE_ONCE(now->wanted, 0);
+	spin_unlock(&now->lock);
+	flush_work(&now->work);
+}
+
+/**
  * ebb_report_now_cancel() - report no more blocks
  * @eb: the device
  */

@@ -301,6 +301,7 @@ impl From<io::Error> for Failure {
 
 fn run(body: fn(&Scene), limit: Duration, world: World) -> Result<(), Failure> {
     keep_panics();
+    crate::trace::standstill();
     let guests = Arc::new(Guests::default());
     let scene = Scene {
         world,
@@ -335,6 +336,7 @@ fn run(body: fn(&Scene), limit: Duration, world: World) -> Result<(), Failure> {
         }
     };
     message.push_str(&guests.take_report());
+    message.push_str(&crate::trace::standstill());
     guests.end_all();
     Err(Failure { message, triple_fault: guests.unasked_triple_fault() })
 }

@@ -57,8 +57,18 @@ fn trackers_return_memory(scene: &Scene) {
         guest.run(Command::Release);
         guest.run(Command::Hold { bytes: 32 * MIB, pattern: 8 });
     }
+    // A tracker that is stopped in the middle of an early report has nothing left to put back.
+    guest.run(Command::Hold { bytes: PROGRAM_BYTES, pattern: 9 });
+    let early = module.counter("early_pages");
+    guest.run(Command::Release);
+    eventually("an early report", 30, || {
+        when(module.counter("early_pages") > early, || format!("{early} pages before"))
+    });
     module.set("tracker", "none");
     assert_eq!(module.counter("isolated_now"), 0);
+    let reported = module.counter("reported_pages");
+    guest.run(Command::AllocTouchExit { bytes: 32 * MIB });
+    assert_eq!(module.counter("reported_pages"), reported);
     module.check_well();
 }
 

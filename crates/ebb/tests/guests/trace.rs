@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 use std::{fs, thread};
 
 use rustix::mount::{MountFlags, mount};
@@ -48,6 +49,12 @@ const INTERRUPT_ENTRIES: [&str; 2] = [" asm_sysvec_", " asm_common_interrupt+"];
 /// Time without progress of its counters after which a processor of the host counts as stuck.
 const STILL: Duration = Duration::from_secs(2);
 
+/// Interval of the pulse, and the delay of one beat that no load of the machine explains.
+const BEAT: Duration = Duration::from_millis(100);
+const STANDSTILL: Duration = Duration::from_secs(10);
+/// Longest time between two beats of the pulse so far, in ms.
+static LONGEST_BEAT_MS: AtomicU64 = AtomicU64::new(0);
+
 /// A running trace.
 #[derive(Debug, Clone)]
 pub struct Trace {
@@ -77,6 +84,7 @@ impl Trace {
             }
         }
         write("tracing_on", "1")?;
+        thread::spawn(pulse);
         Ok(Self { directory })
     }
 
@@ -84,6 +92,28 @@ impl Trace {
     pub fn before_triple_fault(&self, vcpu: u32) -> String {
         report(&self.directory, vcpu)
     }
+}
+
+/// Sleeps for a short time, again and again, which nothing in a host that works can prevent for
+/// seconds.
+fn pulse() {
+    let mut last = Instant::now();
+    loop {
+        thread::sleep(BEAT);
+        let beat = last.elapsed();
+        last += beat;
+        LONGEST_BEAT_MS
+            .fetch_max(beat.as_millis().try_into().unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+}
+
+/// Whether the whole host stood still for a while since the last call of this function.
+pub fn standstill() -> String {
+    let longest = Duration::from_millis(LONGEST_BEAT_MS.swap(0, Ordering::Relaxed));
+    if longest < STANDSTILL {
+        return String::new();
+    }
+    format!("{HOST_FAILED}it stood still for {} s\n", longest.as_secs())
 }
 
 /// Present activity of all guests' vCPUs: for each vCPU the number of exits in [`MOMENT`] by reason
