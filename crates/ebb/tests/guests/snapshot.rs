@@ -254,8 +254,12 @@ fn paused_or_not(scene: &Scene) {
     guest.outcome(id).unwrap();
     guest.end();
 
+    // The API answers before the machine is complete.
     let guest = Restore::new(scene, &file).args(["--paused"]).start();
-    assert_eq!(guest.vm().state, VmState::Paused);
+    eventually("the restored machine is paused", 30, || {
+        let state = guest.vm().state;
+        when(state == VmState::Paused, || format!("{state:?}"))
+    });
     let id = guest.send(Command::MemInfo);
     std::thread::sleep(std::time::Duration::from_millis(60));
     assert_eq!(guest.poll(id), None, "a paused guest answered");

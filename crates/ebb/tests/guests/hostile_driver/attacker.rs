@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
@@ -293,23 +293,28 @@ impl Attacker {
     /// Sends requests to the monitor's companion, which answers the first one. Returns the answers.
     fn ask_companion(&mut self, requests: &[String]) -> Vec<String> {
         let mut answers = Vec::new();
-        for fd in self.descriptors() {
+        let Some((first, others)) = requests.split_first() else { return answers };
+        let mut sockets = self.descriptors();
+        sockets.retain(|fd| {
             // Only sockets have no positions and no room to allocate.
             let errors = [
-                self.call(libc::SYS_lseek, &[fd, 0, libc::SEEK_END as u64]),
-                self.call(libc::SYS_fallocate, &[fd, 0, 0, 1]),
+                self.call(libc::SYS_lseek, &[*fd, 0, libc::SEEK_END as u64]),
+                self.call(libc::SYS_fallocate, &[*fd, 0, 0, 1]),
             ];
-            if errors != [libc::ESPIPE, libc::ENODEV].map(|error| -i64::from(error)) {
-                continue;
-            }
-            for (index, request) in requests.iter().enumerate() {
-                self.write(SCRATCH_OFFSET, request.as_bytes());
-                let sent = self.call(libc::SYS_write, &[fd, SCRATCH, request.len() as u64]);
+            errors == [libc::ESPIPE, libc::ENODEV].map(|error| -i64::from(error))
+                && self.send(*fd, first)
+        });
+        // Any of them may be the companion's.
+        let started = Instant::now();
+        let mut answering = Vec::new();
+        while answering.is_empty() && started.elapsed() < Duration::from_secs(10) {
+            answering = sockets.clone();
+            answering.retain(|fd| self.is_readable(*fd, 50));
+        }
+        for fd in answering {
+            for (index, request) in [first].into_iter().chain(others).enumerate() {
                 let is_answered =
-                    sent > 0 && self.is_readable(fd, if index == 0 { 10_000 } else { 2000 });
-                if !is_answered && index == 0 {
-                    break;
-                }
+                    index == 0 || self.send(fd, request) && self.is_readable(fd, 2000);
                 if !is_answered {
                     continue;
                 }
@@ -319,6 +324,12 @@ impl Attacker {
             }
         }
         answers
+    }
+
+    /// Writes `text` to a descriptor; returns whether that was possible.
+    fn send(&mut self, fd: u64, text: &str) -> bool {
+        self.write(SCRATCH_OFFSET, text.as_bytes());
+        self.call(libc::SYS_write, &[fd, SCRATCH, text.len() as u64]) > 0
     }
 
     /// Calls that fail as on a kernel without them.
