@@ -308,7 +308,7 @@ impl Attacker {
         let started = Instant::now();
         let mut answering = Vec::new();
         while answering.is_empty() && started.elapsed() < Duration::from_secs(10) {
-            answering = sockets.clone();
+            answering.clone_from(&sockets);
             answering.retain(|fd| self.is_readable(*fd, 50));
         }
         for fd in answering {
