@@ -25,6 +25,7 @@ mod free_pages;
 mod limits;
 mod merge;
 mod net;
+mod park;
 #[cfg(test)]
 mod tests;
 
@@ -35,6 +36,7 @@ Examples:
   ebb ctl /tmp/vm.sock statistics --json
   ebb ctl /tmp/vm.sock free-pages --min-order 9
   ebb ctl /tmp/vm.sock reclaim
+  ebb ctl /tmp/vm.sock park --pause --snapshot /tmp/vm.snapshot
   ebb ctl /tmp/vm.sock disks resize disk0
   ebb ctl /tmp/vm.sock limits disk0 --bandwidth 50M --ops 1000
   ebb ctl /tmp/vm.sock merge --run unmerge
@@ -53,7 +55,7 @@ pub struct Args {
     #[arg(long, global = true)]
     json: bool,
     /// Time limit for the monitor's answer [default: 5; 600 for snapshot and merge; 5 more than the
-    /// guest's for free-pages and reclaim]
+    /// guest's for free-pages, reclaim and park]
     #[arg(
         long,
         global = true,
@@ -78,6 +80,11 @@ enum Command {
     /// Return guest memory that contains only zeros to the host; a running guest is paused for
     /// milliseconds at a time
     Trim,
+    /// Make an idle guest small: free memory, cold file caches and zeros go back to the host; Ctrl-C
+    /// cancels it
+    Park(park::ParkArgs),
+    /// Show what a parked guest has read again since; it needs nothing to go on
+    Unpark,
     /// Write the machine to a file for `ebb restore`; a running guest is paused while its memory is
     /// copied, and Ctrl-C cancels the snapshot
     Snapshot {
@@ -167,10 +174,11 @@ enum Form {
 }
 
 fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
-    let usual = match args.command {
+    let usual = match &args.command {
         Command::Snapshot { .. } | Command::Merge(_) => 600,
         Command::FreePages(Settings(request)) => 5 + request.timeout_ms / 1000,
         Command::Reclaim(Settings(request)) => 5 + request.timeout_ms / 1000,
+        Command::Park(args) => args.time_limit_seconds(),
         _ => 5,
     };
     let client = Client::new(args.socket, Duration::from_secs(args.timeout.unwrap_or(usual)));
@@ -181,6 +189,8 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         Command::Resume => show(out, form, &client.put("/vm/resume")?, state_row),
         Command::PowerButton => show(out, form, &client.put("/vm/power-button")?, state_row),
         Command::Trim => show(out, form, &trim(&client)?, trim_rows),
+        Command::Park(args) => show(out, form, &park::execute(&args, &client)?, park::rows),
+        Command::Unpark => show(out, form, &client.get("/vm/park")?, park::status_rows),
         Command::Snapshot { file } => {
             show(out, form, &take_snapshot(&client, &file)?, snapshot_rows)
         }

@@ -167,6 +167,26 @@ fn reclaimed_memory_is_shown() {
 }
 
 #[test]
+fn parking_is_shown_stage_by_stage() {
+    let machine = machine(Mood::Willing);
+    let text = machine.ctl("park --keep 20M");
+    assert_eq!(value(&text, "report"), "skipped (no such driver)");
+    assert_eq!(value(&text, "evict"), "80.0 MiB in 250 ms, ended early (it reads files)");
+    assert_eq!(value(&text, "trim"), "0 B in 250 ms, done");
+    assert_eq!(value(&text, "resident"), "120.0 MiB, before 200.0 MiB");
+    let paused = machine.json("park --pause");
+    assert_eq!((&paused["paused"], &paused["snapshot"]), (&json!(true), &json!(null)));
+    assert_eq!(paused["stages"][1]["returned_bytes"], 68 << 20);
+    assert_eq!(value(&machine.ctl("vm"), "state"), "paused");
+    let text = machine.ctl("unpark");
+    assert_eq!(value(&text, "parked"), "1 min 1 s ago");
+    assert_eq!(value(&text, "swapped in"), "not reported");
+    for words in ["park --keep much", "park --timeout-ms 99", "park --snapshot"] {
+        assert!(parse("s", words).is_err(), "{words}");
+    }
+}
+
+#[test]
 fn refusals_and_dead_sockets_are_explained() {
     let machine_without = machine(Mood::NoBalloon);
     assert_eq!(value(&machine_without.ctl("vm"), "balloon"), "none");

@@ -47,6 +47,7 @@ mod module_support;
 mod module_trackers;
 mod moved;
 mod net;
+mod park;
 mod place;
 mod planted_bug;
 mod reporting;
@@ -68,7 +69,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 39] = [
+const TESTS: [&[Test]; 40] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -80,6 +81,7 @@ const TESTS: [&[Test]; 39] = [
     devices::TESTS,
     exec::TESTS,
     net::TESTS,
+    park::TESTS,
     vsock::TESTS,
     disks::TESTS,
     firecracker::TESTS,

@@ -15,6 +15,7 @@ use super::merge::{MergeInfo, MergeSettings};
 use super::metrics::Metrics;
 use super::migration::{MigrationRequest, MigrationStatus};
 use super::net::{NetChange, NetInfo};
+use super::park::{ParkReport, ParkRequest, ParkStatus};
 use super::vm::{ConsoleInfo, SnapshotReport, SnapshotTarget, TrimReport, VmInfo, VmState};
 
 /// A virtual machine as the API sees it.
@@ -54,6 +55,11 @@ pub enum Operation {
     /// a few milliseconds at a time. A call works for about a second; the next one continues where
     /// it ended.
     Trim,
+    /// `PUT /vm/park`: makes an idle guest small: free memory, cold caches and zeros go back to the
+    /// host. A client that hangs up cancels it, and the guest gets its memory back.
+    Park(ParkRequest),
+    /// `GET /vm/park`: the last parking, and what the guest has read again since.
+    ParkStatus,
     /// `PUT /vm/snapshot`: writes the machine to an empty file that is open for writing, the one
     /// descriptor of the request. A running machine is stopped while its memory is copied. After
     /// any error the machine is as before. A client that hangs up cancels it.
@@ -149,6 +155,8 @@ pub enum Document {
     OpenApi,
     Vm(VmInfo),
     Trim(TrimReport),
+    Park(ParkReport),
+    ParkStatus(ParkStatus),
     Snapshot(SnapshotReport),
     Migration(Box<MigrationStatus>),
     Balloon(BalloonInfo),

@@ -8,7 +8,7 @@
 //! | --- | --- |
 //! | [`control`] | operations of a [`Machine`], and their results |
 //! | [`vm`], [`balloon`], [`disks`], [`free_pages`], [`limits`] | documents |
-//! | [`merge`], [`migration`], [`net`] | documents |
+//! | [`merge`], [`migration`], [`net`], [`park`] | documents |
 //! | [`metrics`], [`prometheus`] | counters, and their text format |
 //! | [`http`] | bytes -> [`http::Request`], pure |
 //! | [`route`], [`fields`] | [`http::Request`] -> [`Operation`], pure |
@@ -35,6 +35,7 @@ pub mod merge;
 pub mod metrics;
 pub mod migration;
 pub mod net;
+pub mod park;
 
 pub mod prometheus;
 pub mod reply;
@@ -60,6 +61,7 @@ pub use merge::*;
 pub use metrics::*;
 pub use migration::*;
 pub use net::*;
+pub use park::*;
 pub use reply::OPENAPI_JSON;
 pub use server::{ApiError, ApiServer, ApiSocket};
 pub use statistics::*;

@@ -247,6 +247,7 @@ pub(super) fn build(
         process_memory: ProcessMemory::open(),
         isolation: IsolationInfo::default(),
         companion: None,
+        parked: Mutex::new(None),
         trim_cursor: Mutex::new(0),
     };
     let ready_at = Instant::now();

@@ -11,6 +11,7 @@ use super::balloon;
 use super::migration::request::Order;
 use super::save::Save;
 use super::start_parts::StartParts;
+use super::task::{Task, TaskKind};
 use super::vsock::VsockHandle;
 use super::{Vm, lock};
 use crate::api::control::{ControlError, Document, Machine, Operation, Outcome};
@@ -37,6 +38,8 @@ impl Machine for Vm {
                 self.info()
             }
             Operation::Trim => Document::Trim(self.trim()?),
+            Operation::Park(request) => return self.ask_park(request),
+            Operation::ParkStatus => return Ok(self.park_status()),
             Operation::Snapshot(target) => return self.snapshot(target, descriptors),
             Operation::Migrate(request) => {
                 self.migrate(*request, descriptors)?;
@@ -196,8 +199,9 @@ impl Vm {
             state => return Err(ControlError::not_running(state)),
         }
         let save = Save::new(target, descriptors, self.companion.as_ref())?;
-        self.migrations.ask_save(&save)?;
-        Ok(save.outcome())
+        self.migrations.ask_task(Task::new(TaskKind::Snapshot, move |vm, ticket| {
+            vm.write_snapshot(save, ticket).map(Document::Snapshot)
+        }))
     }
 
     fn migrate(

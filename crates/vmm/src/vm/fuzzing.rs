@@ -20,11 +20,8 @@ impl Machine for Checks {
         match operation {
             Operation::Snapshot(target) => {
                 let save = Save::new(target, descriptors, None)?;
-                save.finish(match save.check() {
-                    Ok(()) => Err(ControlError::cancelled_save()),
-                    Err(error) => Err(ControlError::failed(error)),
-                });
-                Ok(save.outcome())
+                save.check().map_err(ControlError::failed)?;
+                Err(ControlError::cancelled_save())
             }
             Operation::Migrate(request) => {
                 let order = Order::new(*request, descriptors)?;

@@ -1,30 +1,26 @@
-//! A snapshot as a job of the thread for migrations: the API passes the client's file on, and
-//! waits for the report.
+//! A snapshot as a [task](super::task) of the thread for migrations.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use super::task::{TaskKind, Ticket};
 use super::{Vm, VmError, lock};
-use crate::api::control::{ControlError, Document, Outcome, Wait};
+use crate::api::control::ControlError;
 use crate::api::vm::{SnapshotReport, SnapshotTarget, VmState};
 use crate::file::{Completion, write_back};
 use crate::isolation::{Companion, IsolationError, NO_DIRECTORY, NewFile};
 use crate::snapshot::file::{RAM_OFFSET_BYTES, Sizes, check_target, write_rest};
 use crate::snapshot::{MachineState, SnapshotError};
 
-/// A requested snapshot, shared by the client's connection and the thread that writes it.
+/// The file of a requested snapshot.
 pub(super) struct Save {
     /// Name of the file, for messages and the report.
     path: PathBuf,
     file: File,
     /// Gives the file its name, if the companion has created it and not the client.
-    unpublished: Mutex<Option<NewFile>>,
-    cancelled: AtomicBool,
-    answer: Mutex<Option<Result<SnapshotReport, ControlError>>>,
+    unpublished: Option<NewFile>,
 }
 
 impl Save {
@@ -37,7 +33,7 @@ impl Save {
         target: SnapshotTarget,
         descriptors: Vec<OwnedFd>,
         companion: Option<&Companion>,
-    ) -> Result<Arc<Self>, ControlError> {
+    ) -> Result<Self, ControlError> {
         let invalid = |message: String| ControlError::Invalid {
             field: "path",
             message,
@@ -61,47 +57,12 @@ impl Save {
                 (file, Some(new))
             }
         };
-        Ok(Arc::new(Self {
-            path: target.path,
-            file: file.into(),
-            unpublished: Mutex::new(unpublished),
-            cancelled: AtomicBool::new(false),
-            answer: Mutex::new(None),
-        }))
+        Ok(Self { path: target.path, file: file.into(), unpublished })
     }
 
     /// Refuses a file of another kind.
     pub(super) fn check(&self) -> Result<(), SnapshotError> {
         check_target(&self.path, &self.file)
-    }
-
-    /// Waits for the report. A client that no longer waits cancels the snapshot.
-    pub(super) fn outcome(self: &Arc<Self>) -> Outcome {
-        let client = Client(self.clone());
-        Outcome::Await(Wait::without_limit(move || {
-            lock(&client.0.answer).clone().map(|answer| answer.map(Document::Snapshot))
-        }))
-    }
-
-    pub(super) fn cancel(&self) {
-        self.cancelled.store(true, Ordering::Relaxed);
-    }
-
-    pub(super) fn is_cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn finish(&self, answer: Result<SnapshotReport, ControlError>) {
-        *lock(&self.answer) = Some(answer);
-    }
-}
-
-/// A client that waits for the report.
-struct Client(Arc<Save>);
-
-impl Drop for Client {
-    fn drop(&mut self) {
-        self.0.cancel();
     }
 }
 
@@ -134,7 +95,7 @@ impl From<Failure> for ControlError {
     fn from(failure: Failure) -> Self {
         match failure {
             Failure::Refused(error) => error,
-            Failure::Cancelled => Self::cancelled_save(),
+            Failure::Cancelled => TaskKind::Snapshot.cancelled(),
             Failure::Vm(error) => Self::failed(error),
         }
     }
@@ -143,22 +104,26 @@ impl From<Failure> for ControlError {
 impl Vm {
     /// Writes the snapshot. A running machine is stopped while its memory is copied, and runs
     /// while the copy is written back to the disk.
-    pub(super) fn write_snapshot(&self, save: &Save) -> Result<SnapshotReport, ControlError> {
-        Ok(self.try_write_snapshot(save)?)
+    pub(super) fn write_snapshot(
+        &self,
+        save: Save,
+        ticket: &Ticket,
+    ) -> Result<SnapshotReport, ControlError> {
+        Ok(self.try_write_snapshot(save, ticket)?)
     }
 
-    fn try_write_snapshot(&self, save: &Save) -> Result<SnapshotReport, Failure> {
+    fn try_write_snapshot(&self, save: Save, ticket: &Ticket) -> Result<SnapshotReport, Failure> {
         let started = Instant::now();
         save.check()?;
-        let (captured, paused) = self.stop_and_save(save)?;
+        let (captured, paused) = self.stop_and_save(&save, ticket)?;
         let failed = |source| SnapshotError::Write { path: save.path.clone(), source };
         write_rest(&save.file, &captured, self.ram.size_bytes()).map_err(failed)?;
-        match write_back(&save.file, &|| save.is_cancelled()).map_err(failed)? {
+        match write_back(&save.file, &|| ticket.is_cancelled()).map_err(failed)? {
             Completion::Done => {}
             Completion::Cancelled => return Err(Failure::Cancelled),
         }
         let sizes = Sizes::of(&save.file).map_err(failed)?;
-        if let Some(new) = lock(&save.unpublished).take() {
+        if let Some(new) = save.unpublished {
             new.publish().map_err(IsolationError::from)?;
         }
         Ok(SnapshotReport {
@@ -175,7 +140,11 @@ impl Vm {
     ///
     /// The lock of the state is not held meanwhile: [`VmState::Saving`] keeps others from stopping,
     /// continuing or resetting the machine.
-    fn stop_and_save(&self, save: &Save) -> Result<(MachineState, Duration), Failure> {
+    fn stop_and_save(
+        &self,
+        save: &Save,
+        ticket: &Ticket,
+    ) -> Result<(MachineState, Duration), Failure> {
         let before = {
             let mut state = lock(&self.state);
             if self.exit.pending().is_some() {
@@ -196,10 +165,10 @@ impl Vm {
             VmState::Running => match self.freeze() {
                 // A vCPU may have ended the guest while it stopped.
                 Ok(()) if self.exit.pending().is_some() => (Err(ended()), true),
-                Ok(()) => (self.save_all(save), true),
+                Ok(()) => (self.save_all(save, ticket), true),
                 Err(error) => (Err(error.into()), false),
             },
-            _ => (self.save_all(save), false),
+            _ => (self.save_all(save, ticket), false),
         };
         let mut state = lock(&self.state);
         if *state != VmState::Saving {
@@ -219,9 +188,9 @@ impl Vm {
 
     /// State of a stopped machine; copies its RAM to the file. RAM comes last: saving the devices
     /// makes them finish what they have begun.
-    fn save_all(&self, save: &Save) -> Result<MachineState, Failure> {
+    fn save_all(&self, save: &Save, ticket: &Ticket) -> Result<MachineState, Failure> {
         let mut state = self.capture()?;
-        let is_cancelled = || save.is_cancelled();
+        let is_cancelled = || ticket.is_cancelled();
         let ram = self.ram.save_unless(&save.file, RAM_OFFSET_BYTES, &mut |_| {}, &is_cancelled)?;
         state.ram = Some(ram);
         Ok(state)

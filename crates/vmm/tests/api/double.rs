@@ -175,6 +175,34 @@ impl Drop for Question {
     }
 }
 
+/// A parking that evicted all but what the guest keeps of its 100 MiB of caches.
+fn parked(request: &ParkRequest) -> ParkReport {
+    let caches = 100 << 20;
+    let returned_bytes = caches - request.keep_bytes.min(caches);
+    let stage = |stage, end, reason: Option<&str>, returned_bytes| ParkStage {
+        stage,
+        end,
+        reason: reason.map(str::to_owned),
+        returned_bytes,
+        elapsed_us: 250_000,
+    };
+    ParkReport {
+        stages: vec![
+            stage(ParkStageName::Report, ParkStageEnd::Skipped, Some("no such driver"), 0),
+            stage(
+                ParkStageName::Evict,
+                ParkStageEnd::Stopped,
+                Some("it reads files"),
+                returned_bytes,
+            ),
+            stage(ParkStageName::Trim, ParkStageEnd::Done, None, 0),
+        ],
+        resident_before_bytes: 200 << 20,
+        resident_bytes: (200 << 20) - returned_bytes,
+        elapsed_us: 500_000,
+    }
+}
+
 impl TestVm {
     pub fn new(mood: Mood) -> Self {
         let state = State {
@@ -249,6 +277,20 @@ impl Machine for TestVm {
                 Document::Vm(self.info())
             }
             Operation::Trim => Document::Trim(self.trim()?),
+            Operation::Park(request) => {
+                drop(self.change(Needs::Nothing)?);
+                Document::Park(parked(&request))
+            }
+            Operation::ParkStatus => Document::ParkStatus(ParkStatus {
+                last: Some(parked(&ParkRequest::default())),
+                since: Some(ParkSince {
+                    elapsed_ms: 61_000,
+                    resident_bytes: 160 << 20,
+                    major_faults: Some(12),
+                    caches_grown_bytes: Some(9 << 20),
+                    swapped_in_bytes: None,
+                }),
+            }),
             Operation::Snapshot(target) => Document::Snapshot(self.snapshot(&target)?),
             Operation::Migrate(request) => {
                 self.change(Needs::Nothing)?.migration = Some(*request);

@@ -33,6 +33,8 @@ fn schemas() -> Map<String, Value> {
     replies.subschema_for::<VmInfo>();
     replies.subschema_for::<TrimReport>();
     replies.subschema_for::<SnapshotReport>();
+    replies.subschema_for::<ParkReport>();
+    replies.subschema_for::<ParkStatus>();
     replies.subschema_for::<BalloonInfo>();
     replies.subschema_for::<StatisticsDocument>();
     replies.subschema_for::<FreePagesReport>();
@@ -55,6 +57,7 @@ fn schemas() -> Map<String, Value> {
     schemas["ErrorDetail"]["properties"].as_object_mut().unwrap().values_mut().for_each(drop_null);
     schemas.extend([
         request::<SnapshotTarget>("SnapshotTarget"),
+        request::<ParkRequest>("ParkRequest"),
         request::<MigrationRequest>("MigrationRequest"),
         request::<BalloonTarget>("BalloonTarget"),
         request::<StatisticsInterval>("StatisticsInterval"),

@@ -7,7 +7,7 @@
 //!
 //! At the source, the API starts and observes migrations ([`Migrations`]). A separate thread
 //! ([`MigrationThread`]) does the work, because it needs system calls that no other thread may
-//! make, and waits for the network. It also writes snapshots ([`Save`]). The [`destination`] is a
+//! make, and waits for the network. It also does other [tasks](Task). The [`destination`] is a
 //! monitor that has no machine yet.
 
 pub(super) mod description;
@@ -24,11 +24,11 @@ use std::time::{Duration, Instant};
 
 use ebb_migration::session::CancelHandle;
 
-use super::save::Save;
+use super::task::{Task, Ticket};
 use super::{Vm, VmError};
 use crate::api::control::{BEING_MOVED, ControlError, Document, Outcome, TimeLeft, Wait};
 use crate::api::migration::{MigrationPhase, MigrationReport, MigrationStatus};
-use crate::api::vm::{SnapshotReport, VmState};
+use crate::api::vm::VmState;
 use crate::ending::join_until;
 use crate::exit::GuestExit;
 use crate::seccomp::{Filters, ThreadKind};
@@ -50,8 +50,8 @@ struct Slot {
     status: MigrationStatus,
     /// Requested, and not yet taken by the thread.
     request: Option<Job>,
-    /// The snapshot that is requested or being written.
-    save: Option<Arc<Save>>,
+    /// The task that is requested or being done.
+    task: Option<Arc<Ticket>>,
     /// When the current one was requested.
     asked_at: Option<Instant>,
     /// Cancels the current one; set while there is something to cancel.
@@ -69,7 +69,7 @@ struct Slot {
 /// A job of the thread.
 enum Job {
     Migrate(Box<Order>),
-    Save(Arc<Save>),
+    Task(Task),
 }
 
 impl Migrations {
@@ -107,26 +107,27 @@ impl Migrations {
         Ok(())
     }
 
-    /// Passes a requested snapshot to the thread.
-    pub(super) fn ask_save(&self, save: &Arc<Save>) -> Result<(), ControlError> {
+    /// Passes a task to the thread.
+    pub(super) fn ask_task(&self, task: Task) -> Result<Outcome, ControlError> {
         let mut slot = self.lock();
         if slot.status.phase.is_active() {
-            // A guest must not be stopped for long while it is sent, and it would be unclear
-            // whether the snapshot or the destination is newer.
+            // A guest must neither be stopped for long nor change much while it is sent, and it
+            // would be unclear whether a snapshot or the destination is newer.
             return Err(ControlError::not_running(VmState::Migrating));
         }
         slot.check_free()?;
-        slot.save = Some(save.clone());
-        slot.request = Some(Job::Save(save.clone()));
+        let outcome = task.ticket().outcome();
+        slot.task = Some(task.ticket().clone());
+        slot.request = Some(Job::Task(task));
         self.changed.notify_all();
-        Ok(())
+        Ok(outcome)
     }
 
-    /// Ends the current snapshot with its answer.
-    fn finish_save(&self, save: &Save, answer: Result<SnapshotReport, ControlError>) {
+    /// Ends the current task with its answer.
+    fn finish_task(&self, ticket: &Ticket, answer: Result<Document, ControlError>) {
         // First: a client that has the answer may request the next one.
-        self.lock().save = None;
-        save.finish(answer);
+        self.lock().task = None;
+        ticket.finish(answer);
     }
 
     /// Progress of the migration.
@@ -249,28 +250,28 @@ impl Migrations {
         }
     }
 
-    /// Stops accepting requests: the thread ends, and cancels its snapshot, or its migration unless
-    /// that is committed.
+    /// Stops accepting requests: the thread ends, and cancels its task, or its migration unless that
+    /// is committed.
     fn end(&self) {
         let mut slot = self.lock();
         slot.ending = true;
         if !slot.committed {
             slot.give_up();
         }
-        if let Some(save) = &slot.save {
-            save.cancel();
+        if let Some(ticket) = &slot.task {
+            ticket.cancel();
         }
         // One that the thread has not taken.
-        if let Some(Job::Save(save)) = slot.request.take() {
-            save.finish(Err(ControlError::cancelled_save()));
-            slot.save = None;
+        if let Some(Job::Task(task)) = slot.request.take() {
+            task.ticket().finish(Err(task.ticket().kind().cancelled()));
+            slot.task = None;
         }
         self.changed.notify_all();
     }
 }
 
-/// The thread that writes snapshots and runs migrations on request. Dropping it cancels them and
-/// ends the thread.
+/// The thread that runs migrations and does other tasks on request. Dropping it cancels them and ends
+/// the thread.
 pub(super) struct MigrationThread {
     vm: Arc<Vm>,
     thread: Option<JoinHandle<()>>,
@@ -307,8 +308,9 @@ fn work(vm: &Arc<Vm>, cancel: &CancelHandle) {
     while let Some(job) = vm.migrations.next_request() {
         let order = match job {
             Job::Migrate(order) => order,
-            Job::Save(save) => {
-                vm.migrations.finish_save(&save, vm.write_snapshot(&save));
+            Job::Task(task) => {
+                let ticket = task.ticket().clone();
+                vm.migrations.finish_task(&ticket, task.carry_out(vm));
                 continue;
             }
         };
@@ -332,7 +334,7 @@ fn work(vm: &Arc<Vm>, cancel: &CancelHandle) {
 }
 
 impl Slot {
-    /// Refuses a request while the thread writes a snapshot, or if it ends.
+    /// Refuses a request while the thread does a task, or if it ends.
     fn check_free(&self) -> Result<(), ControlError> {
         if self.ending {
             return Err(ControlError::wrong_state(
@@ -340,8 +342,8 @@ impl Slot {
                 "start it again",
             ));
         }
-        match &self.save {
-            Some(_) => Err(ControlError::being_saved()),
+        match &self.task {
+            Some(ticket) => Err(ticket.kind().busy()),
             None => Ok(()),
         }
     }

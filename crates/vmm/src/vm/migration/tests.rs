@@ -3,6 +3,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use super::*;
 use crate::api::migration::MigrationRequest;
 use crate::api::vm::SnapshotTarget;
+use crate::vm::save::Save;
+use crate::vm::task::TaskKind;
 
 fn order(to: &str) -> Order {
     let sockets = (0..2).map(|_| std::os::unix::net::UnixStream::pair().unwrap().0.into());
@@ -93,9 +95,8 @@ fn the_end_of_the_monitor_cancels_and_ends_the_thread() {
     assert!(migrations.ask(order("unix:/there")).is_err());
 }
 
-fn save() -> Arc<Save> {
-    let file = tempfile::tempfile().unwrap();
-    Save::new(SnapshotTarget { path: "/x".into() }, vec![file.into()], None).unwrap()
+fn task(kind: TaskKind) -> Task {
+    Task::new(kind, |_, _| Err(ControlError::failed("not to be done")))
 }
 
 fn answer(outcome: Outcome) -> Option<Result<Document, ControlError>> {
@@ -105,52 +106,62 @@ fn answer(outcome: Outcome) -> Option<Result<Document, ControlError>> {
     }
 }
 
-#[test]
-fn a_snapshot_and_a_migration_exclude_each_other() {
-    let migrations = asked();
-    let error = migrations.ask_save(&save()).unwrap_err();
-    assert!(error.to_string().contains("migrating"), "{error}");
-    assert!(migrations.next_request().is_some());
-    migrations.finish(ended(MigrationPhase::Failed));
-
-    let first = save();
-    migrations.ask_save(&first).unwrap();
-    // Requested, and then being written.
-    for _ in 0..2 {
-        let second = migrations.ask_save(&save()).unwrap_err();
-        let migration = migrations.ask(order("unix:/there")).unwrap_err();
-        for error in [second, migration] {
-            assert_eq!(error, ControlError::being_saved());
-        }
-        if migrations.lock().request.is_some() {
-            assert!(matches!(migrations.next_request(), Some(Job::Save(_))));
-        }
-    }
-    let report = Err(ControlError::failed("no room"));
-    migrations.finish_save(&first, report);
-    assert!(matches!(answer(first.outcome()), Some(Err(ControlError::Failed { .. }))));
-    migrations.ask(order("unix:/there")).unwrap();
+/// The error for a task that was refused.
+fn refused(migrations: &Migrations, kind: TaskKind) -> ControlError {
+    migrations.ask_task(task(kind)).err().expect("the task was accepted")
 }
 
 #[test]
-fn a_client_that_hangs_up_and_the_end_of_the_monitor_cancel_a_snapshot() {
-    let migrations = Migrations::default();
-    let abandoned = save();
-    migrations.ask_save(&abandoned).unwrap();
-    let outcome = abandoned.outcome();
-    assert!(!abandoned.is_cancelled());
-    drop(outcome);
-    assert!(abandoned.is_cancelled());
-    migrations.finish_save(&abandoned, Err(ControlError::failed("cancelled")));
+fn tasks_and_migrations_exclude_each_other() {
+    for kind in [TaskKind::Snapshot, TaskKind::Park] {
+        let migrations = asked();
+        let error = refused(&migrations, kind);
+        assert!(error.to_string().contains("migrating"), "{error}");
+        assert!(migrations.next_request().is_some());
+        migrations.finish(ended(MigrationPhase::Failed));
 
-    let last = save();
-    migrations.ask_save(&last).unwrap();
+        let first = task(kind);
+        let ticket = first.ticket().clone();
+        let outcome = migrations.ask_task(first).unwrap();
+        // Requested, and then being done.
+        for _ in 0..2 {
+            let migration = migrations.ask(order("unix:/there")).unwrap_err();
+            let others =
+                [TaskKind::Snapshot, TaskKind::Park].map(|next| refused(&migrations, next));
+            for error in others.into_iter().chain([migration]) {
+                assert_eq!(error, kind.busy());
+            }
+            if migrations.lock().request.is_some() {
+                assert!(matches!(migrations.next_request(), Some(Job::Task(_))));
+            }
+        }
+        migrations.finish_task(&ticket, Err(ControlError::failed("no room")));
+        assert!(matches!(answer(outcome), Some(Err(ControlError::Failed { .. }))));
+        migrations.ask(order("unix:/there")).unwrap();
+    }
+}
+
+#[test]
+fn a_client_that_hangs_up_and_the_end_of_the_monitor_cancel_a_task() {
+    let migrations = Migrations::default();
+    let abandoned = task(TaskKind::Snapshot);
+    let ticket = abandoned.ticket().clone();
+    let outcome = migrations.ask_task(abandoned).unwrap();
+    assert!(!ticket.is_cancelled());
+    drop(outcome);
+    assert!(ticket.is_cancelled());
+    migrations.finish_task(&ticket, Err(ControlError::failed("cancelled")));
+
+    let last = task(TaskKind::Park);
+    let ticket = last.ticket().clone();
+    let outcome = migrations.ask_task(last).unwrap();
     migrations.end();
-    assert!(last.is_cancelled());
+    assert!(ticket.is_cancelled());
     assert!(migrations.next_request().is_none());
-    assert!(migrations.ask_save(&save()).is_err());
+    assert!(migrations.ask_task(task(TaskKind::Park)).is_err());
     // Its client is answered although the thread has not taken it.
-    assert!(matches!(answer(last.outcome()), Some(Err(ControlError::WrongState { .. }))));
+    let answer = answer(outcome).unwrap();
+    assert_eq!(answer.err(), Some(TaskKind::Park.cancelled()));
 }
 
 #[test]

@@ -1,0 +1,374 @@
+//! Parking: makes an idle guest as small as it can be without harm, as a [task](super::task) of the
+//! thread for migrations.
+//!
+//! What keeps an idle guest large is free memory that was not reported yet, cold file caches,
+//! fragments that are too small for reports, and zeros. The stages take them in this order. The
+//! second one is a pulse of the balloon: the guest's own reclaim decides what it gives up, and
+//! everything that was in the balloon is discarded at the host page by page, whatever its size.
+
+mod pulse;
+
+use std::time::{Duration, Instant};
+
+use ebb_balloon::StatisticsValues;
+
+use self::pulse::{Next, Sample};
+use super::balloon::info;
+use super::task::{Task, TaskKind, Ticket};
+use super::{SharedTransport, Vm, lock};
+use crate::api::balloon::{BalloonState, BalloonTarget};
+use crate::api::control::{ControlError, Document, Outcome, Wait};
+use crate::api::free_pages::{ReclaimRequest, RequestStatus};
+use crate::api::park::{
+    ParkReport, ParkRequest, ParkSince, ParkStage, ParkStageEnd, ParkStageName, ParkStatus,
+};
+use crate::api::vm::VmState;
+
+/// Interval of looks at the guest.
+const POLL: Duration = Duration::from_millis(5);
+/// A balloon that has not changed for so long does not change any more: Linux's driver rests for
+/// 200 ms after a failed allocation (`fill_balloon`, drivers/virtio/virtio_balloon.c).
+const NO_PROGRESS: Duration = Duration::from_secs(1);
+
+/// The last parking.
+#[derive(Clone)]
+pub(super) struct Parked {
+    report: ParkReport,
+    at: Instant,
+    /// What the guest reported at its end.
+    statistics: StatisticsValues,
+}
+
+/// How a stage ended.
+struct Ended(ParkStageEnd, Option<String>);
+
+impl Ended {
+    const DONE: Self = Self(ParkStageEnd::Done, None);
+
+    fn skipped(reason: impl ToString) -> Self {
+        Self(ParkStageEnd::Skipped, Some(reason.to_string()))
+    }
+
+    fn stopped(reason: impl ToString) -> Self {
+        Self(ParkStageEnd::Stopped, Some(reason.to_string()))
+    }
+
+    fn timeout(reason: impl ToString) -> Self {
+        Self(ParkStageEnd::Timeout, Some(reason.to_string()))
+    }
+}
+
+impl Vm {
+    /// Passes the request to the thread.
+    pub(super) fn ask_park(&self, request: ParkRequest) -> Result<Outcome, ControlError> {
+        match self.state() {
+            VmState::Running | VmState::Paused => {}
+            state => return Err(ControlError::not_running(state)),
+        }
+        let memory_bytes = self.ram.size_bytes();
+        if request.keep_bytes > memory_bytes {
+            return Err(ControlError::Invalid {
+                field: "keep_bytes",
+                message: format!(
+                    "{} bytes are more than the guest's memory, {memory_bytes} bytes",
+                    request.keep_bytes
+                ),
+                remedy: Some("keep less".to_owned()),
+            });
+        }
+        self.migrations.ask_task(Task::new(TaskKind::Park, move |vm, ticket| {
+            vm.park(request, ticket).map(Document::Park)
+        }))
+    }
+
+    /// The last parking, with the guest's current figures if it answers.
+    pub(super) fn park_status(&self) -> Outcome {
+        let Some(parked) = lock(&self.parked).clone() else {
+            return Document::ParkStatus(ParkStatus { last: None, since: None }).into();
+        };
+        let mut statistics = match self.statistics(None) {
+            Ok(Outcome::Await(wait)) => Some(wait),
+            _ => None,
+        };
+        let ram = self.ram.clone();
+        Outcome::Await(Wait::without_limit(move || {
+            let now = match statistics.as_mut().map(Wait::poll) {
+                Some(None) => return None,
+                Some(Some(Ok(Document::Statistics(document)))) => document.statistics,
+                _ => StatisticsValues::default(),
+            };
+            let since = parked.since(&now, ram.resident_bytes().unwrap_or(0));
+            let last = Some(parked.report.clone());
+            Some(Ok(Document::ParkStatus(ParkStatus { last, since: Some(since) })))
+        }))
+    }
+
+    /// Carries out all stages.
+    fn park(&self, request: ParkRequest, ticket: &Ticket) -> Result<ParkReport, ControlError> {
+        let began = Instant::now();
+        let deadline = began + Duration::from_millis(request.timeout_ms);
+        let resident_before_bytes = self.resident_bytes();
+        let mut stages = Vec::new();
+        let mut resident_bytes = resident_before_bytes;
+        for name in [ParkStageName::Report, ParkStageName::Evict, ParkStageName::Trim] {
+            let stage_began = Instant::now();
+            let Ended(end, reason) = if stage_began >= deadline {
+                Ended::timeout("there was no time left")
+            } else {
+                match name {
+                    ParkStageName::Report => self.report_all(deadline, ticket),
+                    ParkStageName::Evict => self.evict(request.keep_bytes, deadline, ticket),
+                    ParkStageName::Trim => self.trim_all(deadline, ticket),
+                }
+            };
+            if ticket.is_cancelled() {
+                return Err(TaskKind::Park.cancelled());
+            }
+            let before = std::mem::replace(&mut resident_bytes, self.resident_bytes());
+            stages.push(ParkStage {
+                stage: name,
+                end,
+                reason,
+                returned_bytes: before.saturating_sub(resident_bytes),
+                elapsed_us: microseconds(stage_began),
+            });
+        }
+        let elapsed_us = microseconds(began);
+        let report = ParkReport { stages, resident_before_bytes, resident_bytes, elapsed_us };
+        let statistics =
+            self.sample(ticket).map_or_else(|_| StatisticsValues::default(), |it| it.statistics);
+        *lock(&self.parked) =
+            Some(Parked { report: report.clone(), at: Instant::now(), statistics });
+        Ok(report)
+    }
+
+    fn resident_bytes(&self) -> u64 {
+        self.ram.resident_bytes().unwrap_or(0)
+    }
+
+    /// Stage 1: what is free already comes back at once, even if nothing else is possible.
+    fn report_all(&self, deadline: Instant, ticket: &Ticket) -> Ended {
+        let left = deadline.saturating_duration_since(Instant::now()).as_millis();
+        let default = ReclaimRequest::default();
+        let timeout_ms = u64::try_from(left).unwrap_or(u64::MAX).clamp(1, default.timeout_ms);
+        let answer = self
+            .reclaim(ReclaimRequest { timeout_ms, ..default })
+            .and_then(|outcome| finish(outcome, ticket));
+        match answer {
+            Ok(Document::Reclaim(report)) => match report.status {
+                RequestStatus::Done => Ended::DONE,
+                RequestStatus::Aborted => Ended::stopped("the guest could not report; see its log"),
+                RequestStatus::Timeout => Ended::timeout("the guest did not answer in time"),
+                RequestStatus::Reset => Ended::stopped("the guest's driver was reset"),
+            },
+            Ok(_) => Ended::DONE,
+            Err(error) => Ended::skipped(error),
+        }
+    }
+
+    /// Stage 2: the balloon takes what the guest can do without, and gives it back.
+    fn evict(&self, keep_bytes: u64, deadline: Instant, ticket: &Ticket) -> Ended {
+        let Some(transport) = &self.balloon else { return Ended::skipped(ControlError::NoBalloon) };
+        let balloon = info(&lock(transport));
+        let idle_bytes = balloon.target_bytes;
+        match (balloon.state, balloon.poison, balloon.discard_inhibited) {
+            (BalloonState::Idle, None | Some(0), None) => {}
+            (BalloonState::DriverAbsent, ..) => {
+                return Ended::skipped("no driver in the guest has initialized the balloon");
+            }
+            (BalloonState::Inflating | BalloonState::Deflating, ..) => {
+                return Ended::skipped("the balloon has not reached its target");
+            }
+            (_, Some(1..), _) => {
+                return Ended::skipped("the guest relies on the content of its free pages");
+            }
+            (.., Some(reason)) => return Ended::skipped(reason),
+        }
+        let first = match self.sample(ticket) {
+            Ok(first) => first,
+            Err(error) => return Ended::skipped(error),
+        };
+        let mut pulse = Pulse { vm: self, transport, idle_bytes, target_bytes: idle_bytes };
+        // Deflating takes about as long.
+        let half = Instant::now() + deadline.saturating_duration_since(Instant::now()) / 2;
+        let ended = pulse.inflate(first, keep_bytes, half, ticket);
+        if !pulse.is_ours() {
+            return Ended::stopped("the balloon's target was changed");
+        }
+        pulse.end();
+        match pulse.wait_for_deflation(deadline, ticket) {
+            None => ended,
+            Some(left) => left,
+        }
+    }
+
+    /// Stage 3: all of memory is searched for zeros.
+    fn trim_all(&self, deadline: Instant, ticket: &Ticket) -> Ended {
+        *lock(&self.trim_cursor) = 0;
+        loop {
+            match self.trim_some() {
+                Ok(part) if part.complete => return Ended::DONE,
+                Ok(_) if Instant::now() >= deadline || ticket.is_cancelled() => {
+                    return Ended::timeout("a part of memory was not searched");
+                }
+                Ok(_) => {}
+                Err(error) => return Ended::stopped(error),
+            }
+        }
+    }
+
+    /// Fresh figures of the guest.
+    fn sample(&self, ticket: &Ticket) -> Result<Sample, ControlError> {
+        let Document::Statistics(document) = finish(self.statistics(None)?, ticket)? else {
+            return Err(ControlError::failed("the guest's statistics are missing"));
+        };
+        let balloon_bytes = self.balloon_info()?.actual_bytes;
+        Ok(Sample { statistics: document.statistics, balloon_bytes })
+    }
+}
+
+impl Parked {
+    fn since(&self, now: &StatisticsValues, resident_bytes: u64) -> ParkSince {
+        let grown = |value: fn(&StatisticsValues) -> Option<u64>| {
+            Some(value(now)?.saturating_sub(value(&self.statistics)?))
+        };
+        ParkSince {
+            elapsed_ms: u64::try_from(self.at.elapsed().as_millis()).unwrap_or(u64::MAX),
+            resident_bytes,
+            major_faults: grown(|values| values.major_faults),
+            caches_grown_bytes: grown(|values| values.disk_caches_bytes),
+            swapped_in_bytes: grown(|values| values.swap_in_bytes),
+        }
+    }
+}
+
+/// A balloon that is larger than its user wanted. Dropping it gives the memory back to the guest.
+struct Pulse<'a> {
+    vm: &'a Vm,
+    transport: &'a SharedTransport,
+    /// The target before and after.
+    idle_bytes: u64,
+    /// The target now.
+    target_bytes: u64,
+}
+
+impl Pulse<'_> {
+    fn inflate(
+        &mut self,
+        first: Sample,
+        keep_bytes: u64,
+        deadline: Instant,
+        ticket: &Ticket,
+    ) -> Ended {
+        let (mut last, mut now) = (first, first);
+        let mut changed_at = Instant::now();
+        loop {
+            match pulse::next(&first, &last, &now, self.target_bytes, keep_bytes) {
+                Next::Inflate(bytes) => {
+                    let target_bytes = bytes.min(self.vm.ram.size_bytes());
+                    if target_bytes <= self.target_bytes {
+                        return Ended::DONE;
+                    }
+                    if let Err(error) = self.set(target_bytes) {
+                        return Ended::stopped(error);
+                    }
+                    changed_at = Instant::now();
+                }
+                Next::Wait => {}
+                Next::Done => return Ended::DONE,
+                Next::Needed(reason) => {
+                    return Ended::stopped(format!("the guest needs memory: {reason}"));
+                }
+                Next::Unknown(what) => {
+                    return Ended::skipped(format!("the guest does not report its {what}"));
+                }
+            }
+            if changed_at.elapsed() >= NO_PROGRESS {
+                return Ended(ParkStageEnd::Done, Some("the guest gives no more".to_owned()));
+            }
+            if Instant::now() >= deadline {
+                return Ended::timeout("the guest could have given more");
+            }
+            std::thread::park_timeout(POLL);
+            last = now;
+            now = match self.vm.sample(ticket) {
+                Ok(sample) => sample,
+                Err(error) => return Ended::stopped(error),
+            };
+            if !self.is_ours() {
+                return Ended::stopped("the balloon's target was changed");
+            }
+            if now.balloon_bytes != last.balloon_bytes {
+                changed_at = Instant::now();
+            }
+        }
+    }
+
+    fn set(&mut self, target_bytes: u64) -> Result<(), ControlError> {
+        self.vm.set_balloon(&BalloonTarget { target_bytes })?;
+        self.target_bytes = target_bytes;
+        Ok(())
+    }
+
+    /// Whether nobody else has set the target meanwhile.
+    fn is_ours(&self) -> bool {
+        info(&lock(self.transport)).target_bytes == self.target_bytes
+    }
+
+    /// Gives the memory back, unless the target is another one by now.
+    fn end(&mut self) {
+        if self.target_bytes != self.idle_bytes && self.is_ours() {
+            // Refused only if the machine has become another monitor's.
+            let _ = self.set(self.idle_bytes);
+        }
+    }
+
+    /// Waits until the guest has its memory back; returns why it has not.
+    fn wait_for_deflation(&self, deadline: Instant, ticket: &Ticket) -> Option<Ended> {
+        let (mut size, mut changed_at) = (u64::MAX, Instant::now());
+        loop {
+            let balloon = info(&lock(self.transport));
+            if balloon.actual_bytes <= self.idle_bytes || ticket.is_cancelled() {
+                return None;
+            }
+            if balloon.actual_bytes != size {
+                (size, changed_at) = (balloon.actual_bytes, Instant::now());
+            }
+            let rest = || format!("{} bytes are still in the balloon", size - self.idle_bytes);
+            if Instant::now() >= deadline {
+                return Some(Ended::timeout(rest()));
+            }
+            if changed_at.elapsed() >= NO_PROGRESS {
+                return Some(Ended::stopped(rest()));
+            }
+            std::thread::park_timeout(POLL);
+        }
+    }
+}
+
+impl Drop for Pulse<'_> {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Waits for an answer. A cancelled task waits no longer.
+fn finish(outcome: Outcome, ticket: &Ticket) -> Result<Document, ControlError> {
+    let mut wait = match outcome {
+        Outcome::Done(document) => return Ok(*document),
+        Outcome::Await(wait) => wait,
+    };
+    loop {
+        if let Some(answer) = wait.poll() {
+            return answer;
+        }
+        if ticket.is_cancelled() {
+            return Err(TaskKind::Park.cancelled());
+        }
+        std::thread::park_timeout(POLL);
+    }
+}
+
+fn microseconds(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,99 @@
+//! When a balloon pulse goes on and when it ends: a pure function of the guest's statistics.
+
+use ebb_abi::PAGE_SIZE_BYTES;
+use ebb_balloon::StatisticsValues;
+
+/// Least memory that programs must have taken, or caches grown, before it counts as a need: the
+/// figures of Linux are estimates.
+const NOISE_BYTES: u64 = 16 << 20;
+/// Page faults with I/O during a pulse that count as a need: with Linux's fault-around, each reads
+/// at least 16 pages, so this is 8 MiB of programs.
+const MAX_MAJOR_FAULTS: u64 = 128;
+
+/// The guest at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Sample {
+    /// What it last reported.
+    pub statistics: StatisticsValues,
+    /// Size of its balloon.
+    pub balloon_bytes: u64,
+}
+
+/// What to do next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Next {
+    /// Let the balloon grow to this size.
+    Inflate(u64),
+    /// Wait for the guest.
+    Wait,
+    /// The guest has no more than it keeps.
+    Done,
+    /// The guest needs its memory, for this reason.
+    Needed(&'static str),
+    /// The guest does not report this value.
+    Unknown(&'static str),
+}
+
+/// Decides about a pulse that began at `first`, when its last statistics were `last` and are `now`.
+/// `target_bytes` is the balloon's current target, and `keep_bytes` stay available to the guest.
+///
+/// The guest is not trusted: whatever it reports, the result is one of the above, and the target
+/// never grows beyond its own claim of what is available.
+pub(super) fn next(
+    first: &Sample,
+    last: &Sample,
+    now: &Sample,
+    target_bytes: u64,
+    keep_bytes: u64,
+) -> Next {
+    let (Some(at_first), Some(available)) =
+        (first.statistics.available_memory_bytes, now.statistics.available_memory_bytes)
+    else {
+        return Next::Unknown("available memory");
+    };
+    if let Some(reason) = need(first, last, now) {
+        return Next::Needed(reason);
+    }
+    let taken = now.balloon_bytes.saturating_sub(first.balloon_bytes);
+    let used = at_first.saturating_sub(taken).saturating_sub(available);
+    if used > NOISE_BYTES.max(keep_bytes / 2) {
+        return Next::Needed("its programs allocate memory");
+    }
+    let spare = available.saturating_sub(keep_bytes);
+    if spare <= keep_bytes / 8 {
+        return Next::Done;
+    }
+    if now.balloon_bytes < target_bytes {
+        return Next::Wait;
+    }
+    let spare = spare / PAGE_SIZE_BYTES * PAGE_SIZE_BYTES;
+    match now.balloon_bytes.checked_add(spare) {
+        Some(target) if target > target_bytes => Next::Inflate(target),
+        _ => Next::Done,
+    }
+}
+
+/// A sign that the guest is short of memory.
+fn need(first: &Sample, last: &Sample, now: &Sample) -> Option<&'static str> {
+    // A value that the guest does not report is no sign.
+    let grown = |value: fn(&StatisticsValues) -> Option<u64>, since: &Sample| {
+        let (now, since) = (value(&now.statistics), value(&since.statistics));
+        now.unwrap_or(0).saturating_sub(since.unwrap_or(u64::MAX))
+    };
+    if grown(|values| values.oom_kills, first) > 0 {
+        return Some("a program was killed for lack of memory");
+    }
+    if grown(|values| values.swap_in_bytes, first) > 0 {
+        return Some("it swaps memory in");
+    }
+    if grown(|values| values.major_faults, first) > MAX_MAJOR_FAULTS {
+        return Some("its programs are read again from the disk");
+    }
+    if grown(|values| values.disk_caches_bytes, last) > NOISE_BYTES {
+        return Some("it reads files");
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests;
