@@ -42,8 +42,8 @@ pub enum ThreadKind {
     Disk,
     /// Writes the output of the serial line.
     Console,
-    /// Moves the machine to another monitor, or receives one; the threads of its data streams
-    /// inherit the filter.
+    /// Moves the machine to another monitor, or receives one; writes snapshots and parks the guest.
+    /// The threads of data streams inherit the filter.
     Migrate,
     /// Merges equal pages of guest memory.
     Merge,

@@ -54,7 +54,7 @@ pub(super) struct Parked {
 /// Parks the machine, pauses it and writes it to a file.
 pub(super) fn execute(args: &ParkArgs, client: &Client) -> anyhow::Result<Parked> {
     let default = ParkRequest::default();
-    let keep_bytes = args.keep.map_or(default.keep_bytes, |keep| keep.bytes());
+    let keep_bytes = args.keep.map_or(default.keep_bytes, ByteSize::bytes);
     let request = ParkRequest { keep_bytes, timeout_ms: args.timeout_ms };
     let report = client.put_json("/vm/park", &request)?;
     if args.pause {

@@ -16,7 +16,7 @@ use self::pulse::{Next, Sample};
 use super::balloon::info;
 use super::task::{Task, TaskKind, Ticket};
 use super::{SharedTransport, Vm, lock};
-use crate::api::balloon::{BalloonState, BalloonTarget};
+use crate::api::balloon::{BalloonFeature, BalloonState, BalloonTarget};
 use crate::api::control::{ControlError, Document, Outcome, Wait};
 use crate::api::free_pages::{ReclaimRequest, RequestStatus};
 use crate::api::park::{
@@ -26,7 +26,7 @@ use crate::api::vm::VmState;
 
 /// Interval of looks at the guest.
 const POLL: Duration = Duration::from_millis(5);
-/// A balloon that has not changed for so long does not change any more: Linux's driver rests for
+/// A balloon that has made no progress for so long makes none any more: Linux's driver rests for
 /// 200 ms after a failed allocation (`fill_balloon`, drivers/virtio/virtio_balloon.c).
 const NO_PROGRESS: Duration = Duration::from_secs(1);
 
@@ -45,16 +45,16 @@ struct Ended(ParkStageEnd, Option<String>);
 impl Ended {
     const DONE: Self = Self(ParkStageEnd::Done, None);
 
-    fn skipped(reason: impl ToString) -> Self {
-        Self(ParkStageEnd::Skipped, Some(reason.to_string()))
+    fn skipped(reason: impl Into<String>) -> Self {
+        Self(ParkStageEnd::Skipped, Some(reason.into()))
     }
 
-    fn stopped(reason: impl ToString) -> Self {
-        Self(ParkStageEnd::Stopped, Some(reason.to_string()))
+    fn stopped(reason: impl Into<String>) -> Self {
+        Self(ParkStageEnd::Stopped, Some(reason.into()))
     }
 
-    fn timeout(reason: impl ToString) -> Self {
-        Self(ParkStageEnd::Timeout, Some(reason.to_string()))
+    fn timeout(reason: impl Into<String>) -> Self {
+        Self(ParkStageEnd::Timeout, Some(reason.into()))
     }
 }
 
@@ -162,13 +162,15 @@ impl Vm {
                 RequestStatus::Reset => Ended::stopped("the guest's driver was reset"),
             },
             Ok(_) => Ended::DONE,
-            Err(error) => Ended::skipped(error),
+            Err(error) => Ended::skipped(error.to_string()),
         }
     }
 
     /// Stage 2: the balloon takes what the guest can do without, and gives it back.
     fn evict(&self, keep_bytes: u64, deadline: Instant, ticket: &Ticket) -> Ended {
-        let Some(transport) = &self.balloon else { return Ended::skipped(ControlError::NoBalloon) };
+        let Some(transport) = &self.balloon else {
+            return Ended::skipped(ControlError::NoBalloon.to_string());
+        };
         let balloon = info(&lock(transport));
         let idle_bytes = balloon.target_bytes;
         match (balloon.state, balloon.poison, balloon.discard_inhibited) {
@@ -186,12 +188,12 @@ impl Vm {
         }
         let first = match self.sample(ticket) {
             Ok(first) => first,
-            Err(error) => return Ended::skipped(error),
+            Err(error) => return Ended::skipped(error.to_string()),
         };
         let mut pulse = Pulse { vm: self, transport, idle_bytes, target_bytes: idle_bytes };
         // Deflating takes about as long.
         let half = Instant::now() + deadline.saturating_duration_since(Instant::now()) / 2;
-        let ended = pulse.inflate(first, keep_bytes, half, ticket);
+        let ended = pulse.inflate(&first, keep_bytes, half, ticket);
         if !pulse.is_ours() {
             return Ended::stopped("the balloon's target was changed");
         }
@@ -212,7 +214,7 @@ impl Vm {
                     return Ended::timeout("a part of memory was not searched");
                 }
                 Ok(_) => {}
-                Err(error) => return Ended::stopped(error),
+                Err(error) => return Ended::stopped(error.to_string()),
             }
         }
     }
@@ -222,8 +224,18 @@ impl Vm {
         let Document::Statistics(document) = finish(self.statistics(None)?, ticket)? else {
             return Err(ControlError::failed("the guest's statistics are missing"));
         };
-        let balloon_bytes = self.balloon_info()?.actual_bytes;
-        Ok(Sample { statistics: document.statistics, balloon_bytes })
+        let balloon = self.balloon_info()?;
+        // A bare buffer of Linux's driver has 256 pages, but one message may have all that is still
+        // to be taken.
+        let has_messages = [BalloonFeature::PageBitmap, BalloonFeature::PageRanges]
+            .iter()
+            .any(|feature| balloon.negotiated_features.contains(feature));
+        let rest = balloon.target_bytes.saturating_sub(balloon.actual_bytes);
+        Ok(Sample {
+            statistics: document.statistics,
+            balloon_bytes: balloon.actual_bytes,
+            on_the_way_bytes: if has_messages { rest } else { 0 },
+        })
     }
 }
 
@@ -255,22 +267,22 @@ struct Pulse<'a> {
 impl Pulse<'_> {
     fn inflate(
         &mut self,
-        first: Sample,
+        first: &Sample,
         keep_bytes: u64,
         deadline: Instant,
         ticket: &Ticket,
     ) -> Ended {
-        let (mut last, mut now) = (first, first);
+        let (mut last, mut now) = (*first, *first);
         let mut changed_at = Instant::now();
         loop {
-            match pulse::next(&first, &last, &now, self.target_bytes, keep_bytes) {
+            match pulse::next(first, &last, &now, self.target_bytes, keep_bytes) {
                 Next::Inflate(bytes) => {
                     let target_bytes = bytes.min(self.vm.ram.size_bytes());
                     if target_bytes <= self.target_bytes {
                         return Ended::DONE;
                     }
                     if let Err(error) = self.set(target_bytes) {
-                        return Ended::stopped(error);
+                        return Ended::stopped(error.to_string());
                     }
                     changed_at = Instant::now();
                 }
@@ -293,12 +305,12 @@ impl Pulse<'_> {
             last = now;
             now = match self.vm.sample(ticket) {
                 Ok(sample) => sample,
-                Err(error) => return Ended::stopped(error),
+                Err(error) => return Ended::stopped(error.to_string()),
             };
             if !self.is_ours() {
                 return Ended::stopped("the balloon's target was changed");
             }
-            if now.balloon_bytes != last.balloon_bytes {
+            if pulse::has_progressed(&last, &now) {
                 changed_at = Instant::now();
             }
         }
@@ -318,6 +330,8 @@ impl Pulse<'_> {
     /// Gives the memory back, unless the target is another one by now.
     fn end(&mut self) {
         if self.target_bytes != self.idle_bytes && self.is_ours() {
+            // What is kept back for a whole huge page would not be discarded after it has left.
+            lock(self.transport).device_mut().flush();
             // Refused only if the machine has become another monitor's.
             let _ = self.set(self.idle_bytes);
         }

@@ -17,6 +17,8 @@ pub(super) struct Sample {
     pub statistics: StatisticsValues,
     /// Size of its balloon.
     pub balloon_bytes: u64,
+    /// Most memory on its way into the balloon: taken from the guest, and not part of its size yet.
+    pub on_the_way_bytes: u64,
 }
 
 /// What to do next.
@@ -55,9 +57,17 @@ pub(super) fn next(
         return Next::Needed(reason);
     }
     let taken = now.balloon_bytes.saturating_sub(first.balloon_bytes);
+    let taken = taken.saturating_add(now.on_the_way_bytes);
     let used = at_first.saturating_sub(taken).saturating_sub(available);
     if used > NOISE_BYTES.max(keep_bytes / 2) {
         return Next::Needed("its programs allocate memory");
+    }
+    if available < keep_bytes / 2 && now.on_the_way_bytes > 0 {
+        return Next::Needed("its programs take what it keeps");
+    }
+    if now.balloon_bytes < target_bytes && now.on_the_way_bytes > 0 {
+        // Nothing is discarded before it arrives.
+        return Next::Wait;
     }
     let spare = available.saturating_sub(keep_bytes);
     if spare <= keep_bytes / 8 {
@@ -71,6 +81,14 @@ pub(super) fn next(
         Some(target) if target > target_bytes => Next::Inflate(target),
         _ => Next::Done,
     }
+}
+
+/// Whether the guest is still busy with its balloon: its size has changed, or pages for it have been
+/// taken.
+pub(super) fn has_progressed(last: &Sample, now: &Sample) -> bool {
+    let available = |sample: &Sample| sample.statistics.available_memory_bytes.unwrap_or(0);
+    now.balloon_bytes != last.balloon_bytes
+        || (now.on_the_way_bytes > 0 && available(now) < available(last))
 }
 
 /// A sign that the guest is short of memory.

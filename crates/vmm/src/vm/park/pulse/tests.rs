@@ -15,7 +15,7 @@ fn sample(available_mib: u64, balloon_mib: u64) -> Sample {
         oom_kills: Some(1),
         ..StatisticsValues::default()
     };
-    Sample { statistics, balloon_bytes: balloon_mib * MIB }
+    Sample { statistics, balloon_bytes: balloon_mib * MIB, on_the_way_bytes: 0 }
 }
 
 #[test]
@@ -44,6 +44,13 @@ fn a_guest_that_needs_its_memory_ends_the_pulse() {
     };
     let needed = |next| matches!(next, Next::Needed(_));
     assert!(needed(with(&|values| values.available_memory_bytes = Some(380 * MIB))));
+    let on_the_way = Sample { on_the_way_bytes: 30 * MIB, ..sample(370, 400) };
+    assert_eq!(decide(&on_the_way), Next::Wait);
+    // All is taken from the guest, but has not arrived: giving it back now would discard nothing.
+    let on_the_way = Sample { on_the_way_bytes: 368 * MIB, ..sample(32, 400) };
+    assert_eq!(decide(&on_the_way), Next::Wait);
+    let on_the_way = Sample { on_the_way_bytes: 368 * MIB, ..sample(15, 400) };
+    assert!(matches!(decide(&on_the_way), Next::Needed(_)));
     assert!(needed(with(&|values| values.oom_kills = Some(2))));
     assert!(needed(with(&|values| values.swap_in_bytes = Some(MIB + 4096))));
     assert!(needed(with(&|values| values.major_faults = Some(1200))));
@@ -71,6 +78,7 @@ fn any_sample() -> impl Strategy<Value = Sample> {
                 ..StatisticsValues::default()
             },
             balloon_bytes,
+            on_the_way_bytes: balloon_bytes.rotate_left(7),
         },
     )
 }
@@ -106,6 +114,7 @@ proptest! {
                 ..StatisticsValues::default()
             },
             balloon_bytes,
+            on_the_way_bytes: 0,
         };
         let (first, mut now, mut target) = (at(0), at(0), 0);
         for _ in 0..2 * steps + 2 {
