@@ -13,6 +13,7 @@ use crate::error::{GuestProblem, Missing};
 use crate::harness::balloon::Control;
 use crate::harness::counters::Counters;
 use crate::harness::devices::Device;
+use crate::harness::disk_image::{self, OwnDisk, WorkDisk};
 use crate::harness::driver::Driver;
 use crate::harness::guest::{Answer, Guest};
 use crate::harness::host::{self, Gauge, Usage};
@@ -64,6 +65,8 @@ pub struct Testbed<'a> {
     size: RunSize,
     setup: Setup,
     assets: &'a Assets,
+    /// The disk of the series' Debian guest.
+    work_disk: Option<WorkDisk<'a>>,
     gauge: Gauge,
     host_memory_mib: u64,
     events: Events,
@@ -98,10 +101,34 @@ impl<'a> Testbed<'a> {
             size,
             setup,
             assets,
+            work_disk: None,
             gauge,
             host_memory_mib,
             events,
         }
+    }
+
+    /// The same with a disk for a Debian guest with an agent.
+    #[must_use]
+    pub fn with_work_disk(mut self, work_disk: Option<WorkDisk<'a>>) -> Self {
+        self.work_disk = work_disk;
+        self
+    }
+
+    /// The disk of the series' Debian guest with an agent, which no guest has used yet.
+    ///
+    /// # Errors
+    /// [`LabError::Missing`] and [`LabError::SystemFile`].
+    pub fn work_disk(&mut self) -> Result<OwnDisk, LabError> {
+        disk_image::required(self.work_disk.take())?.prepare()
+    }
+
+    /// Drops the host's caches, unless the host has other users.
+    ///
+    /// # Errors
+    /// [`LabError::SystemFile`].
+    pub fn drop_host_caches(&self) -> Result<(), LabError> {
+        host::drop_caches(&self.gauge)
     }
 
     /// The scale of the run.
@@ -324,7 +351,20 @@ impl<'a> Testbed<'a> {
         command: Command,
         limit: Duration,
     ) -> Result<Value, LabError> {
-        Ok(self.guest(guest)?.command(command, limit, &mut || {})?.result)
+        Ok(self.work_timed(guest, command, limit)?.result)
+    }
+
+    /// As [`Self::work`], with the times of the command.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn work_timed(
+        &mut self,
+        guest: u32,
+        command: Command,
+        limit: Duration,
+    ) -> Result<Answer, LabError> {
+        self.guest(guest)?.command(command, limit, &mut || {})
     }
 
     /// Sends a short command; returns its result, and the time between the monitor's start and the

@@ -1,0 +1,153 @@
+//! The call that makes a guest small, in each of its kinds.
+
+use std::time::{Duration, Instant};
+
+use ebb_agent::protocol::Command;
+use serde_json::{Value, json};
+
+use crate::LabError;
+use crate::harness::balloon::{Balloon, BalloonError};
+use crate::harness::host::mib;
+use crate::harness::monitor::MonitorKind;
+use crate::harness::testbed::Testbed;
+use crate::report::figures::DataTable;
+use crate::report::statistics::rounded;
+
+/// A call that has ended.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Parked {
+    /// Time until its answer.
+    pub(super) elapsed: Duration,
+    /// What it did.
+    pub(super) stages: Vec<Stage>,
+}
+
+/// A stage of a call.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Stage {
+    name: String,
+    end: String,
+    reason: Option<String>,
+    returned_mib: Option<f64>,
+    elapsed_s: Option<f64>,
+}
+
+impl Stage {
+    /// A stage of the answer of `PUT /vm/park`.
+    fn of_answer(stage: &Value) -> Self {
+        let text = |name: &str| stage[name].as_str().map(str::to_owned);
+        Self {
+            name: text("stage").unwrap_or_default(),
+            end: text("end").unwrap_or_default(),
+            reason: text("reason"),
+            returned_mib: stage["returned_bytes"].as_f64().map(|bytes| bytes / f64::from(1 << 20)),
+            elapsed_s: stage["elapsed_us"].as_f64().map(|us| us / 1e6),
+        }
+    }
+}
+
+/// Makes a guest small that keeps `keep_mib` of memory available, in the way of its series.
+pub(super) fn park(
+    testbed: &mut Testbed<'_>,
+    guest: u32,
+    keep_mib: u64,
+) -> Result<Parked, LabError> {
+    let setup = testbed.setup();
+    let available_mib = available_mib(testbed, guest)?;
+    testbed.events().step(guest, "is made small");
+    let begin = Instant::now();
+    if setup.monitor == MonitorKind::Qemu {
+        return pulse(testbed, guest, available_mib.saturating_sub(keep_mib));
+    }
+    let stages = if setup.trim {
+        trim(testbed, guest)?
+    } else {
+        let answer = testbed.through(guest, |balloon| put_park(balloon, keep_mib))?;
+        answer["stages"].as_array().into_iter().flatten().map(Stage::of_answer).collect()
+    };
+    Ok(Parked { elapsed: begin.elapsed(), stages })
+}
+
+/// `PUT /vm/park`: its answer.
+fn put_park(balloon: &mut Balloon, keep_mib: u64) -> Result<Value, BalloonError> {
+    let client = balloon.api("park")?;
+    client.put_json("/vm/park", &json!({ "keep_bytes": keep_mib << 20 })).map_err(BalloonError::Api)
+}
+
+/// Trims until all of the guest's memory has been scanned.
+fn trim(testbed: &mut Testbed<'_>, guest: u32) -> Result<Vec<Stage>, LabError> {
+    let Some(report) = testbed.trim(guest)? else { return Ok(Vec::new()) };
+    Ok(vec![Stage {
+        name: "trim".to_owned(),
+        end: "done".to_owned(),
+        reason: None,
+        returned_mib: Some(report.returned_bytes as f64 / f64::from(1 << 20)),
+        elapsed_s: None,
+    }])
+}
+
+/// Inflates the balloon to this size and deflates it, as an operator does with any monitor. Its time
+/// is that until the host's memory no longer changes, for both.
+fn pulse(testbed: &mut Testbed<'_>, guest: u32, size_mib: u64) -> Result<Parked, LabError> {
+    let mut parked = Parked { elapsed: Duration::ZERO, stages: Vec::new() };
+    for (target_mib, name) in [(size_mib, "inflate"), (0, "deflate")] {
+        let before_mib = testbed.footprint_mib(guest)?;
+        let resized = testbed.balloon_to(guest, target_mib, name)?;
+        parked.elapsed += Duration::from_secs_f64(resized.settled_s);
+        parked.stages.push(Stage {
+            name: name.to_owned(),
+            end: "done".to_owned(),
+            reason: None,
+            returned_mib: Some(before_mib - testbed.footprint_mib(guest)?),
+            elapsed_s: Some(resized.settled_s),
+        });
+    }
+    Ok(parked)
+}
+
+/// Memory that the guest's kernel can give to programs, in MiB; an operator reads it from the
+/// balloon's statistics.
+fn available_mib(testbed: &mut Testbed<'_>, guest: u32) -> Result<u64, LabError> {
+    let fields = testbed.ask(guest, Command::MemInfo)?;
+    let kib = fields["MemAvailable"].as_u64();
+    let kib = kib.ok_or_else(|| LabError::unexpected(guest, "no MemAvailable"))?;
+    Ok(mib(kib) as u64)
+}
+
+/// The stages of all calls.
+pub(super) fn table(stages: &[(u32, Stage)]) -> Option<DataTable> {
+    let number = |value: Option<f64>| value.map(rounded).into();
+    (!stages.is_empty()).then(|| {
+        DataTable::of(
+            "stages of the call",
+            stages,
+            &[
+                ("call", &|(call, _)| (*call).into()),
+                ("stage", &|(_, stage)| stage.name.as_str().into()),
+                ("end", &|(_, stage)| stage.end.as_str().into()),
+                ("reason", &|(_, stage)| stage.reason.clone().into()),
+                ("returned, MiB", &|(_, stage)| number(stage.returned_mib)),
+                ("time, s", &|(_, stage)| number(stage.elapsed_s)),
+            ],
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stages_are_those_of_the_answer() {
+        let answer = json!({ "stage": "evict", "end": "stopped", "reason": "refaults",
+            "returned_bytes": 3 << 20, "elapsed_us": 1_500_000, "unknown": [1] });
+        let stage = Stage::of_answer(&answer);
+        assert_eq!((stage.name.as_str(), stage.end.as_str()), ("evict", "stopped"));
+        assert_eq!((stage.returned_mib, stage.elapsed_s), (Some(3.0), Some(1.5)));
+        let bare = Stage::of_answer(&json!({ "stage": "trim", "end": "done", "reason": null }));
+        let shown = table(&[(1, stage), (1, bare)]).unwrap();
+        assert_eq!(shown.rows[0][3], "refaults".into());
+        assert_eq!(shown.rows[1][3..], ["-".into(), "-".into(), "-".into()]);
+        assert_eq!(table(&[]), None);
+    }
+}
