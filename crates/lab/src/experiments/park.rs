@@ -2,7 +2,7 @@
 //! next work.
 //!
 //! A Debian guest builds a package and runs Python's tests, a program uses most of its memory, and
-//! all small files are read: what remains at the host is page cache and fragments more than free
+//! most files are read once: what remains at the host is page cache and fragments more than free
 //! memory. Host memory is that of the whole host, so that a guest's cache that moves into the
 //! host's counts, and the guest's disk is read past the host's cache.
 //!
@@ -28,11 +28,13 @@ use crate::report::results::{GuestRecord, Scale, Series};
 use crate::report::statistics::rounded;
 use call::Stage;
 use large::{LARGE, LARGE_LEAN};
+use many::MANY;
 use memory::Moment;
 use work::Work;
 
 mod call;
 mod large;
+mod many;
 mod memory;
 mod work;
 
@@ -71,6 +73,10 @@ struct Sizes {
     /// Memory of the guests of the series that are named after it, and of their program.
     large_guest_mib: u64,
     large_program_mib: u64,
+    /// The same of the series with several guests, and their number.
+    many_guest_mib: u64,
+    many_program_mib: u64,
+    many_guests: u32,
 }
 
 fn sizes(scale: Scale) -> Sizes {
@@ -84,6 +90,9 @@ fn sizes(scale: Scale) -> Sizes {
             rounds: 1,
             large_guest_mib: 1024,
             large_program_mib: 700,
+            many_guest_mib: 512,
+            many_program_mib: 256,
+            many_guests: 3,
         },
         Scale::Full => Sizes {
             host: HostShape { memory_mib: 3072, swap_mib: 512, nodes: 1 },
@@ -94,6 +103,9 @@ fn sizes(scale: Scale) -> Sizes {
             rounds: 3,
             large_guest_mib: 5 * 1024,
             large_program_mib: 4 * 1024,
+            many_guest_mib: 2560,
+            many_program_mib: 2048,
+            many_guests: 6,
         },
     }
 }
@@ -101,11 +113,12 @@ fn sizes(scale: Scale) -> Sizes {
 impl Sizes {
     /// The host of a series.
     fn host_of(&self, series: &str) -> HostShape {
-        let room_mib = if [LARGE, LARGE_LEAN].contains(&series) {
-            self.large_guest_mib + 1024
-        } else {
-            self.guest.memory_mib + 1024
+        let guests_mib = match series {
+            LARGE | LARGE_LEAN => self.large_guest_mib,
+            MANY => self.many_guest_mib * u64::from(self.many_guests),
+            _ => self.guest.memory_mib,
         };
+        let room_mib = guests_mib + 512;
         HostShape { memory_mib: self.host.memory_mib.max(room_mib), ..self.host }
     }
 }
@@ -132,6 +145,7 @@ fn series() -> Vec<SeriesPlan> {
         ),
     ];
     all.extend(large::series());
+    all.push(many::series());
     all
 }
 
@@ -145,7 +159,7 @@ struct Found {
     park_s: Vec<f64>,
     /// Time of the work after a park in percent of that without one.
     next_run_percent: Vec<f64>,
-    /// The calls' stages, with the number of their call.
+    /// The calls' stages, with the number of the round, or of the guest among several.
     stages: Vec<(u32, Stage)>,
     /// The guest's memory at several moments.
     moments: Vec<Moment>,
@@ -286,12 +300,13 @@ mod tests {
             let sizes = sizes(scale);
             assert!(sizes.program_mib + 256 < sizes.guest.memory_mib);
             assert!(sizes.large_program_mib + 256 < sizes.large_guest_mib);
-            for plan in series() {
-                let host = sizes.host_of(plan.name);
-                assert!(sizes.guest.memory_mib + 512 <= host.memory_mib);
-                assert!(host.memory_mib >= sizes.host.memory_mib);
+            assert!(sizes.many_program_mib + 192 < sizes.many_guest_mib);
+            let all_mib = sizes.many_guest_mib * u64::from(sizes.many_guests);
+            for (name, guests_mib) in
+                [(TRIM, sizes.guest.memory_mib), (LARGE, sizes.large_guest_mib), (MANY, all_mib)]
+            {
+                assert!(guests_mib + 512 <= sizes.host_of(name).memory_mib, "{name}");
             }
-            assert!(sizes.large_guest_mib + 512 <= sizes.host_of(LARGE).memory_mib);
         }
     }
 

@@ -123,7 +123,7 @@ mod tests {
     fn copies_are_equal_and_sparse() {
         let mut bytes = vec![0; 5 * BLOCK_BYTES + 100];
         bytes[2 * BLOCK_BYTES + 7] = 1;
-        let (mut source, target) = (tempfile::NamedTempFile::new().unwrap(), tempfile::tempfile());
+        let (mut source, target) = (NamedTempFile::new().unwrap(), tempfile::tempfile());
         source.write_all(&bytes).unwrap();
         let target = target.unwrap();
         copy(source.path(), &target).unwrap();

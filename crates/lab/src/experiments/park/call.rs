@@ -3,10 +3,11 @@
 use std::time::{Duration, Instant};
 
 use ebb_agent::protocol::Command;
+use ebb_vmm::api::{Client, ClientError};
 use serde_json::{Value, json};
 
 use crate::LabError;
-use crate::harness::balloon::{Balloon, BalloonError};
+use crate::harness::balloon::BalloonError;
 use crate::harness::host::mib;
 use crate::harness::monitor::MonitorKind;
 use crate::harness::testbed::Testbed;
@@ -62,16 +63,22 @@ pub(super) fn park(
     let stages = if setup.trim {
         trim(testbed, guest)?
     } else {
-        let answer = testbed.through(guest, |balloon| put_park(balloon, keep_mib))?;
-        answer["stages"].as_array().into_iter().flatten().map(Stage::of_answer).collect()
+        let answer = testbed.through(guest, |balloon| {
+            put_park(balloon.api("park")?, keep_mib).map_err(BalloonError::Api)
+        })?;
+        stages_of(&answer).collect()
     };
     Ok(Parked { elapsed: begin.elapsed(), stages })
 }
 
 /// `PUT /vm/park`: its answer.
-fn put_park(balloon: &mut Balloon, keep_mib: u64) -> Result<Value, BalloonError> {
-    let client = balloon.api("park")?;
-    client.put_json("/vm/park", &json!({ "keep_bytes": keep_mib << 20 })).map_err(BalloonError::Api)
+pub(super) fn put_park(client: &Client, keep_mib: u64) -> Result<Value, ClientError> {
+    client.put_json("/vm/park", &json!({ "keep_bytes": keep_mib << 20 }))
+}
+
+/// The stages in the answer of `PUT /vm/park`.
+pub(super) fn stages_of(answer: &Value) -> impl Iterator<Item = Stage> {
+    answer["stages"].as_array().into_iter().flatten().map(Stage::of_answer)
 }
 
 /// Trims until all of the guest's memory has been scanned.
@@ -122,7 +129,7 @@ pub(super) fn table(stages: &[(u32, Stage)]) -> Option<DataTable> {
             "stages of the call",
             stages,
             &[
-                ("call", &|(call, _)| (*call).into()),
+                ("call or guest", &|(number, _)| (*number).into()),
                 ("stage", &|(_, stage)| stage.name.as_str().into()),
                 ("end", &|(_, stage)| stage.end.as_str().into()),
                 ("reason", &|(_, stage)| stage.reason.clone().into()),
