@@ -70,6 +70,8 @@ struct Sizes {
     idle_s: u64,
     /// Works without and with a park before.
     rounds: u32,
+    /// Level of the compiler's optimization, for which most of the work's time is spent.
+    optimization: u64,
     /// Memory of the guests of the series that are named after it, and of their program.
     large_guest_mib: u64,
     large_program_mib: u64,
@@ -88,6 +90,7 @@ fn sizes(scale: Scale) -> Sizes {
             keep_mib: 128,
             idle_s: 5,
             rounds: 1,
+            optimization: 0,
             large_guest_mib: 1024,
             large_program_mib: 700,
             many_guest_mib: 512,
@@ -101,6 +104,7 @@ fn sizes(scale: Scale) -> Sizes {
             keep_mib: 128,
             idle_s: 15,
             rounds: 3,
+            optimization: 2,
             large_guest_mib: 5 * 1024,
             large_program_mib: 4 * 1024,
             many_guest_mib: 2560,
@@ -268,7 +272,7 @@ impl ParkedGuest<'_, '_> {
 
     fn work(&mut self, after: &'static str, found: &mut Found) -> Result<f64, LabError> {
         self.testbed.drop_host_caches()?;
-        let work = work::run(self.testbed, self.record.guest)?;
+        let work = work::run(self.testbed, self.record.guest, self.sizes.optimization)?;
         let seconds = work.seconds();
         found.works.push((after, work));
         Ok(seconds)

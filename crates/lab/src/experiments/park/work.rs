@@ -13,12 +13,13 @@ use crate::report::figures::DataTable;
 /// Time limit for a part of the work; an emulated host that is busy may be slow.
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// The parts: name, and shell script. Each begins as the last one did, and leaves nothing behind.
+/// The parts: name, and shell script, whose first argument is the compiler's level of optimization.
+/// Each begins as the last one did, and leaves nothing behind.
 const PARTS: [(&str, &str); 2] = [
     // Debian's package bzip2: its library, the program, and a file that it compresses.
     (
         "build, s",
-        "cd /usr/src/bzip2 && make -s bzip2 CFLAGS=-O1 >/dev/null && \
+        "cd /usr/src/bzip2 && make -s bzip2 CFLAGS=-O$0 >/dev/null && \
          ./bzip2 -k -c manual.xml | ./bzip2 -d | cmp - manual.xml && make -s clean",
     ),
     (
@@ -49,13 +50,17 @@ impl Work {
     }
 }
 
-/// Does the work once.
-pub(super) fn run(testbed: &mut Testbed<'_>, guest: u32) -> Result<Work, LabError> {
+/// Does the work once, with this level of optimization.
+pub(super) fn run(
+    testbed: &mut Testbed<'_>,
+    guest: u32,
+    optimization: u64,
+) -> Result<Work, LabError> {
     testbed.events().step(guest, "works");
     let before = testbed.ask(guest, Command::VmStat)?;
     let mut parts_s = [0.0; PARTS.len()];
     for ((_, script), seconds) in PARTS.iter().zip(&mut parts_s) {
-        *seconds = shell(testbed, guest, script)?.as_secs_f64();
+        *seconds = shell(testbed, guest, script, optimization)?.as_secs_f64();
     }
     let after = testbed.ask(guest, Command::VmStat)?;
     let grown = |name: &str| number(&after, name) - number(&before, name);
@@ -67,12 +72,17 @@ pub(super) fn run(testbed: &mut Testbed<'_>, guest: u32) -> Result<Work, LabErro
 /// Reads most files once.
 pub(super) fn read_files(testbed: &mut Testbed<'_>, guest: u32) -> Result<(), LabError> {
     testbed.events().step(guest, "reads its files");
-    shell(testbed, guest, READ_FILES).map(drop)
+    shell(testbed, guest, READ_FILES, 0).map(drop)
 }
 
-/// Runs a script; returns its time by the guest's clock.
-fn shell(testbed: &mut Testbed<'_>, guest: u32, script: &str) -> Result<Duration, LabError> {
-    let argv = ["/bin/sh", "-c", script].map(str::to_owned).to_vec();
+/// Runs a script with an argument; returns its time by the guest's clock.
+fn shell(
+    testbed: &mut Testbed<'_>,
+    guest: u32,
+    script: &str,
+    argument: u64,
+) -> Result<Duration, LabError> {
+    let argv = ["/bin/sh", "-c", script, &argument.to_string()].map(str::to_owned).to_vec();
     let answer = testbed.work_timed(guest, Command::Exec { argv }, LIMIT)?;
     if answer.result["code"] == 0 {
         return Ok(answer.elapsed);
