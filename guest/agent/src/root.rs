@@ -19,8 +19,9 @@ use rustix::process::{chdir, chroot};
 
 /// Where the root is mounted before it is entered.
 const ROOT: &str = "/newroot";
-/// The agent's program, in the initramfs and on the disk.
+/// The agent's program in the initramfs.
 const SOURCE: &str = "/init";
+/// The same on the disk.
 const PROGRAM: &str = "/usr/local/sbin/ebb-agent";
 /// Its unit, and the link that starts it with the system.
 const UNIT: &str = "/etc/systemd/system/ebb-agent.service";
@@ -38,7 +39,7 @@ const GIVEN_UP: &str = "/tmp";
 pub fn enter(device: &str, driver: BalloonDriver) -> io::Result<Infallible> {
     fs::create_dir(ROOT)?;
     mount(device, ROOT, "ext4", MountFlags::empty(), None::<&CStr>)?;
-    add_service(Path::new(ROOT), driver)?;
+    add_service(Path::new(ROOT), Path::new(SOURCE), driver)?;
     for target in MOVED {
         mount_move(target, format!("{ROOT}{target}"))?;
     }
@@ -52,9 +53,9 @@ pub fn enter(device: &str, driver: BalloonDriver) -> io::Result<Infallible> {
     Err(Command::new(INIT).exec())
 }
 
-/// Adds the agent to the system below `root`: on the terminal of the kernel's console, after the
+/// Adds the agent, of which `source` is the program, to the system below `root`: on the terminal of the kernel's console, after the
 /// boot, and never chosen by the out-of-memory killer.
-fn add_service(root: &Path, driver: BalloonDriver) -> io::Result<()> {
+fn add_service(root: &Path, source: &Path, driver: BalloonDriver) -> io::Result<()> {
     let at = |path: &str| root.join(path.trim_start_matches('/'));
     let unit = format!(
         "[Service]\nType=idle\nExecStart={PROGRAM} {}\nTTYPath=/dev/ttyS0\n\
@@ -63,7 +64,7 @@ fn add_service(root: &Path, driver: BalloonDriver) -> io::Result<()> {
         driver.name()
     );
     fs::create_dir_all(at(PROGRAM).parent().unwrap_or(root))?;
-    fs::copy(SOURCE, at(PROGRAM))?;
+    fs::copy(source, at(PROGRAM))?;
     fs::write(at(UNIT), unit)?;
     fs::create_dir_all(at(WANTS))?;
     let link = at(WANTS).join("ebb-agent.service");
@@ -91,4 +92,44 @@ fn empty(directory: &Path, device: u64) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_agent_is_a_service_that_knows_the_driver() {
+        let directory = tempfile::tempdir().unwrap();
+        let (root, source) = (directory.path().join("root"), directory.path().join("init"));
+        fs::write(&source, "program").unwrap();
+        fs::create_dir_all(root.join("etc/systemd/system")).unwrap();
+        for driver in [BalloonDriver::VirtioBalloon, BalloonDriver::EbbBalloon] {
+            add_service(&root, &source, driver).unwrap();
+        }
+        let program = root.join(PROGRAM.trim_start_matches('/'));
+        assert_eq!(fs::read_to_string(program).unwrap(), "program");
+        let unit = fs::read_to_string(root.join(UNIT.trim_start_matches('/'))).unwrap();
+        assert!(unit.contains(&format!("ExecStart={PROGRAM} ebb_balloon\n")), "{unit}");
+        let link = root.join(WANTS.trim_start_matches('/')).join("ebb-agent.service");
+        assert_eq!(fs::read_link(link).unwrap(), Path::new(UNIT));
+    }
+
+    #[test]
+    fn what_is_on_the_device_is_removed_and_links_are_not_followed() {
+        let directory = tempfile::tempdir().unwrap();
+        let (tree, other) = (directory.path().join("tree"), directory.path().join("other"));
+        fs::create_dir_all(tree.join("a/b")).unwrap();
+        fs::create_dir(&other).unwrap();
+        fs::write(tree.join("a/b/file"), "text").unwrap();
+        fs::write(other.join("kept"), "text").unwrap();
+        symlink(&other, tree.join("link")).unwrap();
+        let device = fs::metadata(&tree).unwrap().dev();
+        empty(&tree, device + 1).unwrap();
+        assert!(tree.join("a/b/file").exists(), "it is on another device");
+        empty(&tree, device).unwrap();
+        assert_eq!(fs::read_dir(&tree).unwrap().count(), 0);
+        assert!(other.join("kept").exists());
+    }
 }
