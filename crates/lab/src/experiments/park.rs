@@ -87,7 +87,7 @@ fn sizes(scale: Scale) -> Sizes {
             host: HostShape { memory_mib: 2048, swap_mib: 256, nodes: 1 },
             guest: GuestSize { memory_mib: 1024, cpus: 1 },
             program_mib: 700,
-            keep_mib: 128,
+            keep_mib: 64,
             idle_s: 5,
             rounds: 1,
             optimization: 0,
@@ -101,7 +101,7 @@ fn sizes(scale: Scale) -> Sizes {
             host: HostShape { memory_mib: 3072, swap_mib: 512, nodes: 1 },
             guest: GuestSize { memory_mib: 1024, cpus: 1 },
             program_mib: 700,
-            keep_mib: 128,
+            keep_mib: 64,
             idle_s: 15,
             rounds: 3,
             optimization: 2,
@@ -230,7 +230,7 @@ struct ParkedGuest<'a, 'b> {
 
 impl ParkedGuest<'_, '_> {
     fn rounds(&mut self, found: &mut Found) -> Result<(), LabError> {
-        self.idle("is idle after its boot")?;
+        self.idle("is idle after its boot");
         self.look("after boot", found)?;
         self.work("the boot", found)?;
         for number in 1..=self.sizes.rounds {
@@ -252,7 +252,8 @@ impl ParkedGuest<'_, '_> {
         let program = Command::AllocTouchExit { bytes: program_mib << 20 };
         self.testbed.run_program(self.record, program, program_mib)?;
         work::read_files(self.testbed, self.record.guest)?;
-        self.idle("is idle")
+        self.idle("is idle");
+        Ok(())
     }
 
     fn park(&mut self, number: u32, found: &mut Found) -> Result<(), LabError> {
@@ -265,7 +266,7 @@ impl ParkedGuest<'_, '_> {
         found.parked_mib.push(parked_mib);
         found.park_s.push(rounded(parked.elapsed.as_secs_f64()));
         found.stages.extend(parked.stages.into_iter().map(|stage| (number, stage)));
-        self.idle("stays idle")?;
+        self.idle("stays idle");
         self.look("a while later", found)?;
         Ok(())
     }
@@ -278,10 +279,9 @@ impl ParkedGuest<'_, '_> {
         Ok(seconds)
     }
 
-    fn idle(&mut self, what: &str) -> Result<(), LabError> {
+    fn idle(&self, what: &str) {
         self.testbed.events().step(self.record.guest, what);
         thread::sleep(Duration::from_secs(self.sizes.idle_s));
-        Ok(())
     }
 
     /// Records the guest's memory; returns that of the host, in MiB.

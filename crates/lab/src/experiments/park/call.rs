@@ -1,5 +1,6 @@
 //! The call that makes a guest small, in each of its kinds.
 
+use std::thread;
 use std::time::{Duration, Instant};
 
 use ebb_agent::protocol::Command;
@@ -7,12 +8,17 @@ use ebb_vmm::api::{Client, ClientError};
 use serde_json::{Value, json};
 
 use crate::LabError;
-use crate::harness::balloon::BalloonError;
+use crate::harness::balloon::{Balloon, BalloonError};
 use crate::harness::host::mib;
 use crate::harness::monitor::MonitorKind;
 use crate::harness::testbed::Testbed;
 use crate::report::figures::DataTable;
 use crate::report::statistics::rounded;
+
+/// A balloon whose size has not changed for so long does not reach its target.
+const STALLED: Duration = Duration::from_secs(2);
+/// Interval of reading its size.
+const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A call that has ended.
 #[derive(Debug, Clone, PartialEq)]
@@ -93,23 +99,41 @@ fn trim(testbed: &mut Testbed<'_>, guest: u32) -> Result<Vec<Stage>, LabError> {
     }])
 }
 
-/// Inflates the balloon to this size and deflates it, as an operator does with any monitor. Its time
-/// is that until the host's memory no longer changes, for both.
+/// Inflates the balloon to this size and deflates it, as an operator does with any monitor.
 fn pulse(testbed: &mut Testbed<'_>, guest: u32, size_mib: u64) -> Result<Parked, LabError> {
     let mut parked = Parked { elapsed: Duration::ZERO, stages: Vec::new() };
     for (target_mib, name) in [(size_mib, "inflate"), (0, "deflate")] {
-        let before_mib = testbed.footprint_mib(guest)?;
-        let resized = testbed.balloon_to(guest, target_mib, name)?;
-        parked.elapsed += Duration::from_secs_f64(resized.settled_s);
+        let (begin, before_mib) = (Instant::now(), testbed.footprint_mib(guest)?);
+        let size_mib = resize(testbed, guest, target_mib)?;
+        let missed = size_mib.abs_diff(target_mib);
+        let elapsed = begin.elapsed();
+        parked.elapsed += elapsed;
         parked.stages.push(Stage {
             name: name.to_owned(),
-            end: "done".to_owned(),
-            reason: None,
+            end: if missed == 0 { "done" } else { "stopped" }.to_owned(),
+            reason: (missed > 0).then(|| format!("{missed} MiB from the target")),
             returned_mib: Some(before_mib - testbed.footprint_mib(guest)?),
-            elapsed_s: Some(resized.settled_s),
+            elapsed_s: Some(elapsed.as_secs_f64()),
         });
     }
     Ok(parked)
+}
+
+/// Sets the balloon's target, and waits until it is reached or the size no longer changes: a guest
+/// that has no more memory to give tries again and again. Returns the size, in MiB.
+fn resize(testbed: &mut Testbed<'_>, guest: u32, target_mib: u64) -> Result<u64, LabError> {
+    testbed.through(guest, |balloon| balloon.set_target_mib(target_mib))?;
+    let (mut last_mib, mut changed) = (None, Instant::now());
+    loop {
+        let size_mib = testbed.through(guest, Balloon::actual_mib)?;
+        if last_mib != Some(size_mib) {
+            (last_mib, changed) = (Some(size_mib), Instant::now());
+        }
+        if size_mib == target_mib || changed.elapsed() > STALLED {
+            return Ok(size_mib);
+        }
+        thread::sleep(LOOK_INTERVAL);
+    }
 }
 
 /// Memory that the guest's kernel can give to programs, in MiB; an operator reads it from the
