@@ -13,7 +13,7 @@ use crate::error::{GuestProblem, Missing};
 use crate::harness::balloon::Control;
 use crate::harness::counters::Counters;
 use crate::harness::devices::Device;
-use crate::harness::disk_image::{self, OwnDisk, WorkDisk};
+use crate::harness::disk_image::WorkDisk;
 use crate::harness::driver::Driver;
 use crate::harness::guest::{Answer, Guest};
 use crate::harness::host::{self, Gauge, Usage};
@@ -29,6 +29,7 @@ use crate::report::statistics::rounded;
 
 mod control;
 pub mod merging;
+mod work;
 
 /// Interval of reading a guest's memory while it is returned.
 const LOOK_INTERVAL: Duration = Duration::from_millis(200);
@@ -106,29 +107,6 @@ impl<'a> Testbed<'a> {
             host_memory_mib,
             events,
         }
-    }
-
-    /// The same with a disk for a Debian guest with an agent.
-    #[must_use]
-    pub fn with_work_disk(mut self, work_disk: Option<WorkDisk<'a>>) -> Self {
-        self.work_disk = work_disk;
-        self
-    }
-
-    /// The disk of the series' Debian guest with an agent, which no guest has used yet.
-    ///
-    /// # Errors
-    /// [`LabError::Missing`] and [`LabError::SystemFile`].
-    pub fn work_disk(&mut self) -> Result<OwnDisk, LabError> {
-        disk_image::required(self.work_disk.take())?.prepare()
-    }
-
-    /// Drops the host's caches, unless the host has other users.
-    ///
-    /// # Errors
-    /// [`LabError::SystemFile`].
-    pub fn drop_host_caches(&self) -> Result<(), LabError> {
-        host::drop_caches(&self.gauge)
     }
 
     /// The scale of the run.
