@@ -238,6 +238,11 @@ pub enum Missing {
          make it, as root)"
     )]
     Debian,
+    /// The root file system of a Debian guest that works was not made.
+    #[error(
+        "there is no Debian guest with a compiler (`ebb-lab debian work-root` makes it, as root)"
+    )]
+    Work,
     /// The module was not built.
     #[error("there is no module ebb_balloon for the guest's kernel (make module builds it)")]
     Module,

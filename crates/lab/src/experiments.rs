@@ -16,14 +16,16 @@ pub mod merge_speed;
 pub mod migrate;
 pub mod network;
 pub mod numa_merge;
+pub mod park;
 
 /// All experiments, in the order of the list.
-pub static ALL: [&Experiment; 13] = [
+pub static ALL: [&Experiment; 14] = [
     &density::DENSITY,
     &memhog::MEMHOG,
     &inflate::INFLATE,
     &free_pages::FREE_PAGES,
     &churn::CHURN,
+    &park::PARK,
     &migrate::MIGRATE,
     &faults::FAULTS,
     &clock::CLOCK,
@@ -65,7 +67,7 @@ mod tests {
         assert_eq!(
             message,
             "unknown experiment 'densitiy'; available: density, memhog, inflate, free-pages, \
-             churn, migrate, faults, clock, merge-speed, numa-merge, network, disk, boot"
+             churn, park, migrate, faults, clock, merge-speed, numa-merge, network, disk, boot"
         );
     }
 

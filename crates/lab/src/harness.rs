@@ -7,6 +7,7 @@ pub mod console;
 pub mod counters;
 pub mod devices;
 pub mod direct;
+pub mod disk_image;
 pub mod driver;
 pub mod emulator;
 pub mod experiment;

@@ -1,5 +1,5 @@
-//! The agent's arguments on the kernel's command line: the balloon driver, its trackers and the
-//! parameters of modules.
+//! The agent's arguments on the kernel's command line: the balloon driver, its trackers, the
+//! parameters of modules, and a root file system to continue on.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,11 +7,13 @@ use serde::{Deserialize, Serialize};
 const BALLOON_WORD: &str = "ebb.balloon=";
 /// Argument that loads the trackers of Ebb's balloon driver after it.
 const TRACKERS_WORD: &str = "ebb.trackers";
+/// Prefix of the argument with the device of a root file system.
+const ROOT_WORD: &str = "ebb.root=";
 /// The module of the trackers.
 pub const TRACKERS_MODULE: &str = "ebb_trackers";
 
 /// A driver for the balloon device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BalloonDriver {
     /// Linux's driver.
@@ -19,6 +21,7 @@ pub enum BalloonDriver {
     /// Ebb's driver.
     EbbBalloon,
     /// No driver.
+    #[default]
     None,
 }
 
@@ -61,6 +64,12 @@ impl<'text> CommandLine<'text> {
         self.words().any(|word| word == TRACKERS_WORD)
     }
 
+    /// The device of the root file system whose init takes over after the set-up; `None` to stay in
+    /// the initramfs.
+    pub fn root(self) -> Option<&'text str> {
+        self.words().filter_map(|word| word.strip_prefix(ROOT_WORD)).last()
+    }
+
     /// Parameters for `module` in the format of `insmod`, from all arguments
     /// `module.PARAMETER=VALUE`, as in modprobe(8).
     pub fn parameters_of(self, module: &str) -> String {
@@ -98,6 +107,13 @@ mod tests {
         assert!(
             !CommandLine::new("ebb.balloon=ebb_balloon ebb_trackers.percpu_order=0").trackers()
         );
+    }
+
+    #[test]
+    fn an_argument_names_the_root() {
+        let root = |text| CommandLine::new(text).root();
+        assert_eq!(root("console=ttyS0 root=/dev/vdb\n"), None);
+        assert_eq!(root("ebb.root=/dev/vdb quiet ebb.root=/dev/vda\n"), Some("/dev/vda"));
     }
 
     #[test]

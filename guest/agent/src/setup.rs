@@ -20,11 +20,14 @@ const MOUNTS: [(&CStr, &CStr); 5] = [
 ];
 
 /// Result of the set-up.
+#[derive(Default)]
 pub struct Prepared {
     /// The balloon driver that was loaded.
     pub balloon_driver: BalloonDriver,
     /// Failed steps, which were skipped.
     pub warnings: Vec<String>,
+    /// The device of the root file system to continue on.
+    pub root: Option<String>,
 }
 
 /// Sets up the guest; failed steps are reported and skipped.
@@ -66,7 +69,8 @@ pub fn prepare() -> Prepared {
             load(&extra_module(TRACKERS_MODULE), "", command_line, &mut warnings);
         }
     }
-    Prepared { balloon_driver: driver, warnings }
+    let root = command_line.root().map(str::to_owned);
+    Prepared { balloon_driver: driver, warnings, root }
 }
 
 /// Path of a module in Debian's directory for modules that are not part of the kernel.

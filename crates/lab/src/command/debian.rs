@@ -10,6 +10,7 @@ use ebb_virtual_host::debian::{Root, guest_kernel, root};
 const AFTER_HELP: &str = "\
 Examples:
   ebb-lab debian guest-root        # a guest's root file system with systemd, an ext4 image
+  ebb-lab debian work-root         # the same with a C compiler and Python's tests, for `run park`
   ebb-lab debian guest-kernel      # its kernel: ebb run --kernel VMLINUX --disk path=COPY ...
   ebb-lab virtual-host --root $(ebb-lab debian host-root) -- python3 --version";
 
@@ -29,6 +30,8 @@ pub struct Args {
 enum What {
     /// A guest with systemd, ssh, Python, socat, iperf3 and fio.
     GuestRoot,
+    /// A guest with systemd, a C compiler with a source, and Python with its tests.
+    WorkRoot,
     /// A virtual host with clients of Firecracker's API, passt and ssh.
     HostRoot,
     /// A kernel with all drivers of a guest built in: as ELF, and as bzImage.
@@ -40,6 +43,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let cache = Cache::of_user();
     match args.what {
         What::GuestRoot => println!("{}", root(&Root::GUEST, &cache)?.display()),
+        What::WorkRoot => println!("{}", root(&Root::WORK, &cache)?.display()),
         What::HostRoot => println!("{}", root(&Root::HOST, &cache)?.display()),
         What::GuestKernel => {
             let kernel = guest_kernel(&cache)?;

@@ -13,7 +13,7 @@ use ebb_agent::protocol::Command;
 use crate::LabError;
 use crate::harness::counters::Counters;
 use crate::harness::experiment::{Experiment, Needs, Run, Runs, SeriesPlan, parameters};
-use crate::harness::monitor::{MonitorKind, Setup};
+use crate::harness::monitor::{MonitorKind, Setup, System};
 use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::testbed::Testbed;
 use crate::harness::turns::in_turns;
@@ -79,7 +79,7 @@ type Row = (Runs, &'static str, &'static str, Setup);
 
 fn rows() -> [Row; 8] {
     let elf = Setup { uncompressed_kernel: true, ..Setup::EBB };
-    let debian = Setup { debian: true, ..elf };
+    let debian = Setup { system: System::DebianWithSsh, ..elf };
     let qemu = |setup| Setup { monitor: MonitorKind::Qemu, ..setup };
     let lean = |setup| Setup { lean: true, ..setup };
     let row = |name, summary, setup| (Runs::ByDefault, name, summary, setup);
@@ -152,7 +152,7 @@ fn boot(testbed: &mut Testbed<'_>, series: &mut Series, size: GuestSize) -> Resu
     if let Some((.., setup)) = rows().into_iter().find(|(_, name, ..)| *name == series.name) {
         testbed.run_like(setup);
     }
-    if testbed.setup().debian {
+    if testbed.setup().system == System::DebianWithSsh {
         let (record, ssh_s) = debian::boot(testbed, size)?;
         let booted_mib = record.booted_rss_mib;
         series.guests.push(record);

@@ -12,7 +12,7 @@ use ebb_virtual_host::{HostError, Inclusion, balloon_module, programs, vmlinux};
 
 use crate::LabError;
 use crate::harness::experiment::{Needed, Needs};
-use crate::harness::monitor::{Assets, Presence};
+use crate::harness::monitor::{Assets, Presence, WorkDisks};
 
 /// Name of the peer's program.
 const QEMU: &str = "qemu-system-x86_64";
@@ -55,6 +55,7 @@ impl FoundAssets {
             module: Presence::Present,
             debian: Some(GuestFiles { kernel: DEBIAN_KERNEL.into(), root: last_disk() })
                 .filter(|files| files.kernel.is_file()),
+            work_disks: WorkDisks::Fresh(disks_after_swap()),
         };
         Ok(Self { assets, _directory: None })
     }
@@ -84,6 +85,8 @@ impl FoundAssets {
             initrd,
             module,
             debian: debian::guest_files(&Cache::of_user()),
+            work_disks: debian::work_root(&Cache::of_user())
+                .map_or(WorkDisks::None, WorkDisks::Copies),
         };
         Ok(Self { assets, _directory: Some(directory) })
     }
@@ -130,6 +133,12 @@ impl BootFiles {
 fn last_disk() -> PathBuf {
     let devices = ["/dev/vdb", "/dev/vda"].map(PathBuf::from);
     devices.into_iter().find(|device| device.exists()).unwrap_or_default()
+}
+
+/// The disks of this virtual host after the first one, which is swap.
+fn disks_after_swap() -> Vec<PathBuf> {
+    let devices = ('b'..='z').map(|letter| PathBuf::from(format!("/dev/vd{letter}")));
+    devices.take_while(|device| device.exists()).collect()
 }
 
 fn presence(is_there: bool) -> Presence {

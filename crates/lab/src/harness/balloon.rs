@@ -123,7 +123,10 @@ impl Balloon {
     }
 
     /// Ebb's API, for operations that QEMU does not support.
-    fn api(&self, what: &'static str) -> Result<&Client, BalloonError> {
+    ///
+    /// # Errors
+    /// [`BalloonError::OnlyEbb`].
+    pub fn api(&self, what: &'static str) -> Result<&Client, BalloonError> {
         match self {
             Self::Ebb(client) => Ok(client),
             Self::Qemu(..) => Err(BalloonError::OnlyEbb(what)),

@@ -2,6 +2,7 @@
 
 use crate::LabError;
 use crate::error::Missing;
+use crate::harness::disk_image::WorkDiskSource;
 use crate::harness::experiment::{Experiment, OnMachine, Run, SeriesPlan};
 use crate::harness::host::{self, Gauge, MemoryState};
 use crate::harness::monitor::{Assets, Setup};
@@ -110,13 +111,16 @@ pub fn run_guests(
     events.step(0, "touches the host's memory once");
     host::warm_up(&gauge)?;
     let guests = size.guests((experiment.guests)(size.scale));
+    let mut disks = WorkDiskSource::new(&assets.work_disks);
     for group in selection.plans.chunk_by(SeriesPlan::runs_with) {
         let [SeriesPlan { name, run, .. }, ..] = group else { continue };
         host::reset(&gauge)?;
+        let work_disk = group[0].setup().and_then(|setup| disks.of_next(setup));
         in_series(group, guests, events, |all| {
             let testbed = |setup: &Setup| {
                 let events = events.clone();
                 Testbed::new(name, size, *setup, assets, gauge, host_memory_mib, events)
+                    .with_work_disk(work_disk)
             };
             let outcome = match run {
                 Run::Guests(setup, run) => {
@@ -182,7 +186,7 @@ fn in_series(plans: &[SeriesPlan], guests: u32, events: &Events, run: impl FnOnc
 mod tests {
     use super::*;
     use crate::experiments;
-    use crate::harness::monitor::Presence;
+    use crate::harness::monitor::{Presence, WorkDisks};
 
     fn selection(names: &[&str], chosen: Chosen) -> Selection {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
@@ -199,6 +203,7 @@ mod tests {
             initrd: "guest.cpio".into(),
             module: Presence::Absent,
             debian: None,
+            work_disks: WorkDisks::None,
         }
     }
 

@@ -226,8 +226,17 @@ pub fn reset(gauge: &Gauge) -> Result<(), LabError> {
             run(program, &device)?;
         }
     }
-    write("/proc/sys/vm/drop_caches", "3")?;
+    drop_caches(gauge)?;
     write("/proc/sys/vm/compact_memory", "1")
+}
+
+/// Drops the host's clean page cache, dentries and inodes; on a machine that is not the
+/// experiment's host it does nothing.
+pub fn drop_caches(gauge: &Gauge) -> Result<(), LabError> {
+    if gauge.limit() == MemoryLimit::Budget {
+        return Ok(());
+    }
+    write("/proc/sys/vm/drop_caches", "3")
 }
 
 fn run(program: &str, device: &str) -> Result<(), LabError> {

@@ -1,6 +1,7 @@
 //! Running the series of an experiment in a virtual host: the same program and code in another
 //! place.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use ebb_virtual_host::cache::Cache;
@@ -20,7 +21,7 @@ use crate::harness::experiment::{Experiment, Needed, SeriesPlan};
 use crate::harness::host::MemoryState;
 use crate::harness::link::Tools;
 use crate::harness::merging::Merging;
-use crate::harness::monitor::{MonitorKind, Setup};
+use crate::harness::monitor::{MonitorKind, Setup, System};
 use crate::harness::size::RunSize;
 use crate::report::event::{Event, Events};
 use crate::report::results::Scale;
@@ -48,11 +49,13 @@ pub fn run(
 ) -> Result<(), LabError> {
     let mut selection = selection.clone();
     let module = module_here()?;
-    let debian = debian::guest_files(&Cache::of_user());
+    let debian = Debian {
+        guest: debian::guest_files(&Cache::of_user()),
+        work_root: debian::work_root(&Cache::of_user()),
+    };
     let missing = |plan: &SeriesPlan| {
         let setup = plan.setup()?;
-        let no_debian = (setup.debian && debian.is_none()).then_some(Missing::Debian);
-        no_debian.or_else(|| setup.missing_in_guest(module))
+        debian.missing(setup).or_else(|| setup.missing_in_guest(module))
     };
     for reason in selection.keep_possible(missing)? {
         events.step(0, reason);
@@ -62,9 +65,26 @@ pub fn run(
     };
     for plans in selection.plans.chunk_by(same_host) {
         let selection = Selection { plans: plans.to_vec(), chosen: selection.chosen };
-        run_in_one(experiment, size, &selection, cpus, debian.as_ref(), events)?;
+        run_in_one(experiment, size, &selection, cpus, &debian, events)?;
     }
     Ok(())
+}
+
+/// What was made for Debian guests.
+struct Debian {
+    guest: Option<GuestFiles>,
+    work_root: Option<PathBuf>,
+}
+
+impl Debian {
+    /// What guests of this setup lack.
+    fn missing(&self, setup: &Setup) -> Option<Missing> {
+        match setup.system {
+            System::DebianWithSsh if self.guest.is_none() => Some(Missing::Debian),
+            System::DebianWithAgent if self.work_root.is_none() => Some(Missing::Work),
+            _ => None,
+        }
+    }
 }
 
 /// Runs series that share a host.
@@ -73,7 +93,7 @@ fn run_in_one(
     size: RunSize,
     selection: &Selection,
     cpus: u32,
-    debian: Option<&GuestFiles>,
+    debian: &Debian,
     events: &Events,
 ) -> Result<(), LabError> {
     let Some(first) = selection.plans.first() else { return Ok(()) };
@@ -96,7 +116,14 @@ fn run_in_one(
         |is: fn(&Setup) -> bool| selection.plans.iter().any(|plan| plan.setup().is_some_and(is));
     let wants_qemu = any(|setup| setup.monitor == MonitorKind::Qemu);
     let merges = experiment.needs.merging || any(|setup| setup.merging != Merging::Off);
-    let debian = debian.filter(|_| any(|setup| setup.debian));
+    let guest =
+        debian.guest.as_ref().filter(|_| any(|setup| setup.system == System::DebianWithSsh));
+    let works = |plan: &&SeriesPlan| {
+        plan.setup().is_some_and(|setup| setup.system == System::DebianWithAgent)
+    };
+    let disks = guest.map(|files| &files.root).into_iter();
+    // Each writes to its own.
+    let of_works = selection.plans.iter().filter(works).filter_map(|_| debian.work_root.as_ref());
     let kernel = |files: &GuestFiles| HostFile {
         source: files.kernel.clone(),
         target: DEBIAN_KERNEL.into(),
@@ -123,8 +150,8 @@ fn run_in_one(
         memhog: memhog_here(experiment.needs),
         programs,
         modules: owned(needs.modules),
-        files: debian.map(kernel).into_iter().collect(),
-        disks: debian.map(|files| files.root.clone()).into_iter().collect(),
+        files: guest.map(kernel).into_iter().collect(),
+        disks: disks.chain(of_works).cloned().collect(),
         guest_modules: owned(needs.guest_modules),
         guest_programs: Needed::paths(needs.guest_programs)?,
         qemu: if wants_qemu { Inclusion::Included } else { Inclusion::Excluded },

@@ -27,6 +27,18 @@ pub enum MonitorKind {
     Qemu,
 }
 
+/// What runs in a guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum System {
+    /// A kernel with an agent as its init.
+    Agent,
+    /// Debian with systemd and ssh on a disk, with a kernel without modules and without an agent.
+    DebianWithSsh,
+    /// Debian with systemd, a C compiler and Python on a disk, with the kernel and the modules of
+    /// guests with an agent, which is a service here.
+    DebianWithAgent,
+}
+
 /// How the guests of a series are run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Setup {
@@ -54,9 +66,8 @@ pub struct Setup {
     /// (kernel/dma/swiotlb.c): 64 MiB, written with zeros at boot, for devices that cannot reach
     /// there. Virtio devices of a monitor reach everywhere.
     pub bounce_buffer: bool,
-    /// Whether the guest is Debian with systemd and ssh on a disk, without an agent, and not a
-    /// kernel with an agent as its init.
-    pub debian: bool,
+    /// What runs in the guest.
+    pub system: System,
     /// Whether the kernel's command line has the words of `ebb run --lean` (docs/boot.md).
     pub lean: bool,
     /// Whether the guest's kernel clears the pages that it allocates, which is its default.
@@ -83,7 +94,7 @@ impl Setup {
         huge_pages: true,
         uncompressed_kernel: false,
         bounce_buffer: true,
-        debian: false,
+        system: System::Agent,
         lean: false,
         clearing: true,
         trim: false,
@@ -112,7 +123,7 @@ impl Setup {
             when(self.trim, "trimmed when idle"),
             (self.clock != ClockPolicy::Continue).then(|| format!("--clock {}", self.clock.name())),
             when(self.uncompressed_kernel, "uncompressed kernel (PVH)"),
-            when(self.debian, "Debian with systemd on a disk"),
+            when(self.system != System::Agent, "Debian with systemd on a disk"),
             when(self.lean, "words of --lean"),
         ];
         words.into_iter().flatten().collect::<Vec<_>>().join(", ")
@@ -132,7 +143,14 @@ impl Setup {
             (!self.bounce_buffer).then(|| "swiotlb=noforce".to_owned()),
             (!self.clearing).then(|| "init_on_alloc=0".to_owned()),
             self.driver.kernel_arguments(),
-            self.debian.then(|| format!("root=/dev/vda rw {}", tap::kernel_word())),
+            match self.system {
+                System::Agent => None,
+                System::DebianWithSsh => Some(format!("root=/dev/vda rw {}", tap::kernel_word())),
+                // The console is the agent's.
+                System::DebianWithAgent => {
+                    Some("ebb.root=/dev/vda systemd.show_status=no".to_owned())
+                }
+            },
         ];
         let line = words.into_iter().flatten().collect::<Vec<_>>().join(" ");
         match (self.lean, self.monitor) {
@@ -167,8 +185,22 @@ pub struct Assets {
     pub initrd: PathBuf,
     /// Whether the initramfs has the module `ebb_balloon`.
     pub module: Presence,
-    /// A Debian guest, if it was made.
+    /// A Debian guest with ssh, if it was made.
     pub debian: Option<GuestFiles>,
+    /// The disks of Debian guests with an agent.
+    pub work_disks: WorkDisks,
+}
+
+/// The disks of Debian guests with an agent. Each guest writes to its own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum WorkDisks {
+    /// The image was not made.
+    None,
+    /// This image is copied for each guest.
+    Copies(PathBuf),
+    /// Disks of the virtual host, each with the same image that no guest has used yet, in the order
+    /// of the series.
+    Fresh(Vec<PathBuf>),
 }
 
 /// Whether something exists.
@@ -189,8 +221,11 @@ impl Assets {
         if setup.uncompressed_kernel && self.elf.is_none() {
             return Some(Missing::Elf);
         }
-        if setup.debian && self.debian.is_none() {
+        if setup.system == System::DebianWithSsh && self.debian.is_none() {
             return Some(Missing::Debian);
+        }
+        if setup.system == System::DebianWithAgent && self.work_disks == WorkDisks::None {
+            return Some(Missing::Work);
         }
         setup.missing_in_guest(self.module)
     }
@@ -206,7 +241,7 @@ impl Assets {
         size: GuestSize,
         control: Option<&Path>,
     ) -> Result<Command, Missing> {
-        let kernel = if setup.debian {
+        let kernel = if setup.system == System::DebianWithSsh {
             &self.debian.as_ref().ok_or(Missing::Debian)?.kernel
         } else if setup.uncompressed_kernel {
             self.elf.as_ref().ok_or(Missing::Elf)?
@@ -224,7 +259,7 @@ impl Assets {
             MonitorKind::Qemu => ("-kernel", "-initrd", "-append"),
         };
         command.arg(kernel_option).arg(kernel);
-        if !setup.debian {
+        if setup.system != System::DebianWithSsh {
             command.arg(initrd_option).arg(&self.initrd);
         }
         command.args([arguments_option, &setup.kernel_arguments()]);

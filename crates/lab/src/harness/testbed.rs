@@ -13,6 +13,7 @@ use crate::error::{GuestProblem, Missing};
 use crate::harness::balloon::Control;
 use crate::harness::counters::Counters;
 use crate::harness::devices::Device;
+use crate::harness::disk_image::WorkDisk;
 use crate::harness::driver::Driver;
 use crate::harness::guest::{Answer, Guest};
 use crate::harness::host::{self, Gauge, Usage};
@@ -28,6 +29,7 @@ use crate::report::statistics::rounded;
 
 mod control;
 pub mod merging;
+mod work;
 
 /// Interval of reading a guest's memory while it is returned.
 const LOOK_INTERVAL: Duration = Duration::from_millis(200);
@@ -64,6 +66,8 @@ pub struct Testbed<'a> {
     size: RunSize,
     setup: Setup,
     assets: &'a Assets,
+    /// The disk of the series' Debian guest.
+    work_disk: Option<WorkDisk<'a>>,
     gauge: Gauge,
     host_memory_mib: u64,
     events: Events,
@@ -98,6 +102,7 @@ impl<'a> Testbed<'a> {
             size,
             setup,
             assets,
+            work_disk: None,
             gauge,
             host_memory_mib,
             events,
@@ -324,7 +329,20 @@ impl<'a> Testbed<'a> {
         command: Command,
         limit: Duration,
     ) -> Result<Value, LabError> {
-        Ok(self.guest(guest)?.command(command, limit, &mut || {})?.result)
+        Ok(self.work_timed(guest, command, limit)?.result)
+    }
+
+    /// As [`Self::work`], with the times of the command.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn work_timed(
+        &mut self,
+        guest: u32,
+        command: Command,
+        limit: Duration,
+    ) -> Result<Answer, LabError> {
+        self.guest(guest)?.command(command, limit, &mut || {})
     }
 
     /// Sends a short command; returns its result, and the time between the monitor's start and the

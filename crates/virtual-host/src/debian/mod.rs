@@ -33,6 +33,11 @@ pub fn guest_files(cache: &Cache) -> Option<GuestFiles> {
     })
 }
 
+/// The image of the root file system [`Root::WORK`], if the cache has it.
+pub fn work_root(cache: &Cache) -> Option<PathBuf> {
+    root::made(&Root::WORK, cache)
+}
+
 /// Lines of a failed command's output in its error.
 const OUTPUT_LINES: usize = 20;
 

@@ -57,6 +57,25 @@ impl Root {
         free_mib: 128,
     };
 
+    /// The root of a guest that works: a C compiler with a source to build, Python with its own
+    /// tests. It needs the initramfs of test guests, whose agent becomes a service of it.
+    pub const WORK: Self = Self {
+        name: "work",
+        packages: &[
+            "systemd-sysv",
+            "udev",
+            "dbus",
+            "gcc",
+            "libc6-dev",
+            "make",
+            "python3",
+            "libpython3.11-testsuite",
+        ],
+        python: "",
+        script: include_str!("work.sh"),
+        free_mib: 256,
+    };
+
     /// The root of a virtual host, for programs that start guests: Firecracker's clients, passt,
     /// ssh.
     pub const HOST: Self = Self {

@@ -1,14 +1,13 @@
 //! The time until a Debian guest answers ssh.
 
-use std::fs::File;
-use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
+use std::io::Read as _;
 use std::net::{SocketAddr, TcpStream};
-use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
 use crate::LabError;
 use crate::harness::devices::{Device, HostCache, QemuEngine};
+use crate::harness::disk_image::copy;
 use crate::harness::size::GuestSize;
 use crate::harness::tap::{GUEST, Tap};
 use crate::harness::testbed::Testbed;
@@ -22,9 +21,6 @@ const BANNER: &[u8] = b"SSH-2.0-";
 const RETRY: Duration = Duration::from_millis(20);
 /// Time in which a server that was reached says something.
 const SILENCE_LIMIT: Duration = Duration::from_secs(30);
-/// Blocks of an image that are copied, or left out if they are zero.
-const BLOCK_BYTES: usize = 64 << 10;
-
 /// Boots a Debian guest from a new copy of its root; returns its record, and the seconds from the
 /// start of the monitor to ssh's first word.
 pub(super) fn boot(
@@ -58,44 +54,11 @@ fn is_ssh(address: SocketAddr) -> bool {
     stream.read_exact(&mut first).is_ok() && first == BANNER
 }
 
-/// Copies an image or a disk, with holes for what is zero.
-fn copy(source: &Path, mut target: &File) -> io::Result<()> {
-    let mut source = File::open(source)?;
-    let mut block = vec![0; BLOCK_BYTES];
-    loop {
-        let read = source.read(&mut block)?;
-        if read == 0 {
-            let size = target.stream_position()?;
-            return target.set_len(size);
-        }
-        if block[..read].iter().any(|byte| *byte != 0) {
-            target.write_all(&block[..read])?;
-        } else {
-            target.seek(SeekFrom::Current(read as i64))?;
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::Write as _;
     use std::net::TcpListener;
-    use std::os::unix::fs::MetadataExt as _;
-
-    #[test]
-    fn copies_are_equal_and_sparse() {
-        let mut bytes = vec![0; 5 * BLOCK_BYTES + 100];
-        bytes[2 * BLOCK_BYTES + 7] = 1;
-        let (mut source, target) = (tempfile::NamedTempFile::new().unwrap(), tempfile::tempfile());
-        source.write_all(&bytes).unwrap();
-        let target = target.unwrap();
-        copy(source.path(), &target).unwrap();
-        assert!(target.metadata().unwrap().blocks() * 512 < 3 * BLOCK_BYTES as u64);
-        let mut copied = Vec::new();
-        (&target).rewind().unwrap();
-        (&target).read_to_end(&mut copied).unwrap();
-        assert!(copied == bytes);
-    }
 
     #[test]
     fn servers_of_ssh_are_told_from_others() {

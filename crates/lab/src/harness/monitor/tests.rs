@@ -13,6 +13,7 @@ fn assets() -> Assets {
         initrd: "/ebb/guest.cpio".into(),
         module: Presence::Present,
         debian: Some(GuestFiles { kernel: "/debian/vmlinux".into(), root: "/dev/vdb".into() }),
+        work_disks: WorkDisks::Fresh(vec!["/dev/vdb".into()]),
     }
 }
 
@@ -142,11 +143,23 @@ fn setups_are_described_by_their_differences() {
 #[test]
 fn a_debian_guest_has_a_root_on_a_disk_and_no_initramfs() {
     for monitor in [MonitorKind::Ebb, MonitorKind::Qemu] {
-        let setup = Setup { debian: true, monitor, ..Setup::EBB };
+        let setup = Setup { system: System::DebianWithSsh, monitor, ..Setup::EBB };
         let line = line(&setup);
         assert!(line.contains("kernel /debian/vmlinux ") && !line.contains("initrd"), "{line}");
         assert!(line.contains("root=/dev/vda rw ip=198.18.1.2::198.18.1.1:"), "{line}");
         let without = Assets { debian: None, ..assets() };
         assert_eq!(without.missing(&setup), Some(Missing::Debian));
+    }
+}
+
+#[test]
+fn a_debian_guest_with_an_agent_continues_from_the_initramfs() {
+    for monitor in [MonitorKind::Ebb, MonitorKind::Qemu] {
+        let setup = Setup { system: System::DebianWithAgent, monitor, ..Setup::EBB };
+        let line = line(&setup);
+        assert!(line.contains("kernel /ebb/vmlinuz -") && line.contains("guest.cpio"), "{line}");
+        assert!(line.contains(" ebb.root=/dev/vda systemd.show_status=no"), "{line}");
+        let without = Assets { work_disks: WorkDisks::None, ..assets() };
+        assert_eq!(without.missing(&setup), Some(Missing::Work));
     }
 }

@@ -191,7 +191,10 @@ impl Testbed<'_> {
     }
 
     /// Runs an operation through a guest's monitor.
-    pub(super) fn through<T>(
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when the operation fails or the guest has no control socket.
+    pub(crate) fn through<T>(
         &mut self,
         guest: u32,
         action: impl FnOnce(&mut Balloon) -> Result<T, BalloonError>,
