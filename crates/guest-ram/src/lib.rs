@@ -25,6 +25,7 @@ mod error;
 #[doc(hidden)]
 pub mod fuzzing;
 mod holes;
+mod huge_rest;
 mod image;
 mod inhibit;
 mod ksm;

@@ -65,6 +65,13 @@ fn park(guest: &Guest, body: &Value) -> ParkReport {
     request(guest, body).unwrap_or_else(|error| panic!("{body}: {error}"))
 }
 
+/// A counter of the host's `/proc/vmstat`.
+fn host_counter(name: &str) -> u64 {
+    let text = std::fs::read_to_string("/proc/vmstat").unwrap();
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    value.unwrap_or_else(|| panic!("no {name}")).parse().unwrap()
+}
+
 fn stage(report: &ParkReport, name: ParkStageName) -> &ParkStage {
     report.stages.iter().find(|stage| stage.stage == name).expect("all stages are in the report")
 }
@@ -86,7 +93,13 @@ fn evicts_cold_caches(scene: &Scene) {
     let before = guest.resident();
     assert!(before > CACHES + HELD + 160 * MIB, "{before} bytes");
 
+    // Huge pages of which parts were discarded, and those of them whose parts are free.
+    let host = || ["thp_deferred_split_page", "thp_split_page"].map(host_counter);
+    let [parts_before, split_before] = host();
     let report = park(&guest, &json!({}));
+    let [parts, split] = host();
+    let (parts, split) = (parts - parts_before, split - split_before);
+    assert!(parts > 0 && split >= parts / 2, "{split} of {parts} huge pages: {report:?}");
     assert_eq!(stage(&report, ParkStageName::Report).end, ParkStageEnd::Skipped, "{report:?}");
     let evict = stage(&report, ParkStageName::Evict);
     assert_eq!((evict.end, evict.reason.as_deref()), (ParkStageEnd::Done, None), "{report:?}");

@@ -48,7 +48,7 @@ pub struct ParkStage {
     /// report: the guest reports all of its free blocks at once (docs/extension.md). evict: the
     /// balloon takes all but `keep_bytes` of what is available to programs, so that the guest evicts
     /// its cold caches, and gives the memory back to the guest. trim: memory that is all zero is
-    /// discarded.
+    /// discarded, and huge pages of which parts were discarded are split.
     pub stage: ParkStageName,
     /// done: it did all that it can. stopped: it ended before, because the guest needs its memory or
     /// has changed. timeout: it ended at the time limit. skipped: it is not possible here.

@@ -209,7 +209,11 @@ impl Vm {
         *lock(&self.trim_cursor) = 0;
         loop {
             match self.trim_some() {
-                Ok(part) if part.complete => return Ended::DONE,
+                Ok(part) if part.complete => {
+                    // Of no use before: each stage discards parts of huge pages.
+                    self.ram.free_rest_of_huge_pages();
+                    return Ended::DONE;
+                }
                 Ok(_) if Instant::now() >= deadline || ticket.is_cancelled() => {
                     return Ended::timeout("a part of memory was not searched");
                 }
