@@ -145,7 +145,7 @@ fn play(kind: QueueKind, offered: Features, chosen: Features, mut input: Input<'
     let requests = counters.requests.sent + counters.requests.cancelled;
     assert!(lost <= counters.discard.bytes / 4096 + requests * 2 * REQUEST_BYTES as u64);
     assert_eq!(counters.discard.failures, 0);
-    let relies_on_content = negotiated.contains(Feature::PagePoison);
+    let relies_on_content = negotiated.relies_on_free_pages();
     assert!(
         counters.discard.verified_pages * 4096
             <= counters.discard.bytes * u64::from(!relies_on_content)
