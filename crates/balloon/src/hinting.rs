@@ -239,7 +239,12 @@ impl Balloon {
                     budget: &mut budget,
                     faults: &mut self.faults,
                 };
-                reader.read_bytes(chain, COMMAND_ID_BYTES, Directions::One, &mut self.scratch.bytes);
+                reader.read_bytes(
+                    chain,
+                    COMMAND_ID_BYTES,
+                    Directions::One,
+                    &mut self.scratch.bytes,
+                );
                 self.receive_command_bytes();
             }
             self.counters.hinting.buffers += 1;

@@ -328,12 +328,7 @@ impl Balloon {
         let mut reader = ChainReader { memory: ram.memory(), budget, faults: &mut self.faults };
         let buffer = RequestBuffer {
             head,
-            pieces: reader.read_space(
-                chain,
-                REQUEST_BYTES as u32,
-                MAX_PIECES,
-                Directions::One,
-            ),
+            pieces: reader.read_space(chain, REQUEST_BYTES as u32, MAX_PIECES, Directions::One),
         };
         self.counters.host_request.buffers += 1;
         if !buffer.is_usable(ram.memory()) {

@@ -169,6 +169,11 @@ pub(super) const BALLOON: [Row<BalloonMetrics>; 17] = [
         "Pages overwritten before they were discarded, to check the guest.",
         |m| m.counters.discard.verified_pages.into(),
     ),
+    row(
+        "initialized_bytes_total",
+        "Memory that the guest was told to be zero, since it was discarded.",
+        |m| m.counters.initialized_bytes.into(),
+    ),
     row("kept_bytes_total", "Memory given by the guest but not discarded, by reason.", |m| {
         let discard = &m.counters.discard;
         kinds([
