@@ -199,7 +199,7 @@ fn a_snapshot_of_a_driver_with_the_proposed_features_continues() {
 
     let mut machine = Machine::new(&on, STOCK | Features::PROPOSED);
     let half_mib = PageRange::new(Pfn(2048), 128);
-    for config in [&on, &BalloonDeviceConfig::default()] {
+    for _ in 0..2 {
         machine.report(half_mib);
         let place = Buffer { writable: true, ..machine.guest.buffer(&[0; 1]) };
         let array = machine.guest.pfns([1024, 1025, 1026]);
@@ -212,7 +212,7 @@ fn a_snapshot_of_a_driver_with_the_proposed_features_continues() {
         assert_eq!(bits, 0b111);
         let counters = machine.transport.device().balloon().counters();
         assert_eq!(counters.initialized_bytes, 131 * 4096);
-        machine.restore(config);
+        machine.restore(&on);
     }
     let negotiated = machine.transport.device().balloon().negotiated();
     assert_eq!(negotiated & Features::PROPOSED, Features::PROPOSED);
