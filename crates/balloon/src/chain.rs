@@ -23,6 +23,15 @@ enum Direction {
     Writable,
 }
 
+/// Directions that a chain's descriptors may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Directions {
+    /// Only the one that is read; others are mistakes.
+    One,
+    /// Both: the rest is read separately.
+    Both,
+}
+
 /// Context for reading the queues' descriptors.
 pub(crate) struct ChainReader<'a> {
     pub(crate) memory: &'a GuestMemory,
@@ -33,9 +42,15 @@ pub(crate) struct ChainReader<'a> {
 impl ChainReader<'_> {
     /// Appends the bytes of the readable descriptors to `bytes`, at most `limit_bytes`, across
     /// descriptor boundaries.
-    pub(crate) fn read_bytes(&mut self, chain: Chain<'_>, limit_bytes: usize, bytes: &mut Vec<u8>) {
+    pub(crate) fn read_bytes(
+        &mut self,
+        chain: Chain<'_>,
+        limit_bytes: usize,
+        allowed: Directions,
+        bytes: &mut Vec<u8>,
+    ) {
         bytes.clear();
-        self.for_each(chain, Direction::Readable, |reader, address, length| {
+        self.for_each(chain, Direction::Readable, allowed, |reader, address, length| {
             let room = limit_bytes - bytes.len();
             if length as usize > room {
                 reader
@@ -61,10 +76,11 @@ impl ChainReader<'_> {
         });
     }
 
-    /// Appends the whole pages in the writable descriptors to `ranges`.
-    pub(crate) fn read_ranges(&mut self, chain: Chain<'_>, ranges: &mut Vec<PageRange>) {
+    /// Reads the whole pages in the writable descriptors into `ranges`; returns their size in bytes,
+    /// with repeated ones.
+    pub(crate) fn read_ranges(&mut self, chain: Chain<'_>, ranges: &mut Vec<PageRange>) -> u64 {
         ranges.clear();
-        self.for_each(chain, Direction::Writable, |reader, address, length| {
+        self.for_each(chain, Direction::Writable, Directions::One, |reader, address, length| {
             let Some(range) = PageRange::inside_bytes(address.0, u64::from(length)) else {
                 reader.faults.count(
                     GuestError::OutsideRam,
@@ -81,6 +97,7 @@ impl ChainReader<'_> {
             ranges.push(range);
             true
         });
+        ranges.iter().map(|range| range.size_bytes()).sum()
     }
 
     /// Locates the first `wanted_bytes` bytes of the writable descriptors, in at most `limit`
@@ -90,10 +107,11 @@ impl ChainReader<'_> {
         chain: Chain<'_>,
         wanted_bytes: u32,
         limit: usize,
+        allowed: Directions,
     ) -> Vec<(u64, u32)> {
         let mut pieces: Vec<(u64, u32)> = Vec::new();
         let mut room = wanted_bytes;
-        self.for_each(chain, Direction::Writable, |reader, address, length| {
+        self.for_each(chain, Direction::Writable, allowed, |reader, address, length| {
             let taken = room.min(length);
             if pieces.len() == limit || !reader.memory.check_range(address, taken as usize) {
                 return false;
@@ -113,6 +131,7 @@ impl ChainReader<'_> {
         &mut self,
         chain: Chain<'_>,
         direction: Direction,
+        allowed: Directions,
         mut visit: impl FnMut(&mut Self, vm_memory::GuestAddress, u32) -> bool,
     ) {
         let mut descriptors = 0;
@@ -129,8 +148,10 @@ impl ChainReader<'_> {
             let actual =
                 if descriptor.is_write_only() { Direction::Writable } else { Direction::Readable };
             if actual != direction {
-                self.faults
-                    .count(GuestError::WrongDirection, format_args!("{actual:?} descriptor"));
+                if allowed == Directions::One {
+                    self.faults
+                        .count(GuestError::WrongDirection, format_args!("{actual:?} descriptor"));
+                }
                 continue;
             }
             usable |= descriptor.len() > 0;

@@ -293,6 +293,8 @@ pub struct Counters {
     pub encodings: EncodingCounters,
     /// Memory that inflation and reporting returned to the host.
     pub discard: DiscardCounters,
+    /// Bytes of pages that the guest was told to be zero.
+    pub initialized_bytes: u64,
     /// Pages named by the driver that are not guest memory.
     pub rejected_pages: u64,
     /// Activations by a driver.

@@ -99,7 +99,7 @@ impl Balloon {
         let mut balloon = Self {
             discarder: Discarder::new(ram.clone()),
             ram,
-            offered: config.features & Features::ALL_WITH_EXTENSION,
+            offered: config.features & Features::KNOWN,
             space: ConfigSpace::default(),
             active: None,
             statistics: Collector::new(config.statistics_interval),
@@ -121,11 +121,11 @@ impl Balloon {
     }
 
     /// Turns overwriting pages before they are discarded on or off. Pages of a guest that has
-    /// negotiated `PAGE_POISON` are never overwritten: it relies on the content of pages that are
-    /// not discarded after all.
+    /// negotiated `PAGE_POISON` or one of the proposed features are never overwritten: it relies on
+    /// the content of pages that are not discarded after all.
     pub fn set_report_check(&mut self, check: ReportCheck) {
         self.check = check;
-        let relies_on_content = self.negotiated().contains(Feature::PagePoison);
+        let relies_on_content = self.negotiated().relies_on_free_pages();
         self.discarder.set_check(if relies_on_content { ReportCheck::None } else { check });
     }
 
@@ -190,7 +190,7 @@ impl Balloon {
         if self.active.is_some() {
             return Err(BalloonError::AlreadyActive);
         }
-        let negotiated = Features(negotiated_features) & Features::ALL_WITH_EXTENSION;
+        let negotiated = Features(negotiated_features) & Features::KNOWN;
         if negotiated.0 & !self.offered.0 != 0 {
             return Err(BalloonError::FeaturesNotOffered { negotiated, offered: self.offered });
         }
@@ -310,13 +310,17 @@ impl Balloon {
         negotiated.contains(Feature::PagePoison) && self.space.poison_value() != 0
     }
 
-    /// Accounts for the result of a discard.
-    pub(crate) fn account(&mut self, result: Result<DiscardOutcome, RamError>) {
+    /// Accounts for the result of a discard; returns whether all of its pages read as zeros now.
+    pub(crate) fn account(&mut self, result: Result<DiscardOutcome, RamError>) -> bool {
         match result {
-            Ok(outcome) => self.counters.discard.add(outcome),
+            Ok(outcome) => {
+                self.counters.discard.add(outcome);
+                outcome.is_complete()
+            }
             Err(error) => {
                 self.counters.discard.failures += 1;
                 self.faults.log_host_error(&error);
+                false
             }
         }
     }

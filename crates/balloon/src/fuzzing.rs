@@ -106,16 +106,16 @@ pub fn config(data: &[u8]) {
 /// Runs a driver that operates one queue as `data` directs.
 fn run(kind: QueueKind, data: &[u8]) {
     let mut input = Input(data);
-    let chosen = Features(input.number(1)) & Features::ALL_BALLOON;
-    play(kind, Features::ALL_BALLOON, chosen, input);
+    let chosen = Features(input.number(1));
+    play(kind, Features::ALL_BALLOON | Features::PROPOSED, chosen, input);
 }
 
 /// As [`run`], with the extension.
 fn run_extended(kind: QueueKind, data: &[u8]) {
     let mut input = Input(data);
     let encodings = [0b01, 0b10, 0b11][input.number(1) as usize % 3];
-    let chosen = Features(input.number(1) & Features::ALL_BALLOON.0 | encodings << 50);
-    play(kind, Features::ALL_WITH_EXTENSION, chosen, input);
+    let chosen = Features(input.number(1) | encodings << 50);
+    play(kind, Features::KNOWN, chosen, input);
 }
 
 fn play(kind: QueueKind, offered: Features, chosen: Features, mut input: Input<'_>) {
@@ -141,11 +141,16 @@ fn play(kind: QueueKind, offered: Features, chosen: Features, mut input: Input<'
     let may_discard = matches!(kind, QueueKind::Inflate | QueueKind::Reporting);
     assert!(may_discard || counters.discard.bytes == 0);
     let lost = guest.unmarked(canary).len() as u64;
-    // A driver can have a request written over any of its pages, in pieces.
+    // A driver can have a request or a bitmap written over any of its pages, in pieces.
     let requests = counters.requests.sent + counters.requests.cancelled;
-    assert!(lost <= counters.discard.bytes / 4096 + requests * 2 * REQUEST_BYTES as u64);
+    let has_bitmaps = negotiated.contains(Feature::DeviceInitOnInflate);
+    let bitmap_bytes = counters.inflate.message_bytes * u64::from(has_bitmaps);
+    let written = requests * 2 * REQUEST_BYTES as u64 + bitmap_bytes;
+    assert!(lost <= counters.discard.bytes / 4096 + written);
+    let proposed = negotiated.0 & Features::PROPOSED.0 != 0;
+    assert!(counters.initialized_bytes == 0 || proposed && counters.discard.bytes > 0);
     assert_eq!(counters.discard.failures, 0);
-    let relies_on_content = negotiated.contains(Feature::PagePoison);
+    let relies_on_content = negotiated.relies_on_free_pages();
     assert!(
         counters.discard.verified_pages * 4096
             <= counters.discard.bytes * u64::from(!relies_on_content)

@@ -12,7 +12,7 @@ use ebb_abi::balloon::{COMMAND_ID_BYTES, Feature, HintCommand};
 use serde::Serialize;
 
 use crate::budget::Budget;
-use crate::chain::ChainReader;
+use crate::chain::{ChainReader, Directions};
 use crate::config::ConfigSpace;
 use crate::counters::GuestError;
 use crate::queue::DeviceQueue;
@@ -239,7 +239,12 @@ impl Balloon {
                     budget: &mut budget,
                     faults: &mut self.faults,
                 };
-                reader.read_bytes(chain, COMMAND_ID_BYTES, &mut self.scratch.bytes);
+                reader.read_bytes(
+                    chain,
+                    COMMAND_ID_BYTES,
+                    Directions::One,
+                    &mut self.scratch.bytes,
+                );
                 self.receive_command_bytes();
             }
             self.counters.hinting.buffers += 1;

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 use crate::budget::Budget;
-use crate::chain::{Chain, ChainReader};
+use crate::chain::{Chain, ChainReader, Directions};
 use crate::counters::GuestError;
 use crate::message::{Message, Verdict};
 use crate::queue::DeviceQueue;
@@ -328,7 +328,7 @@ impl Balloon {
         let mut reader = ChainReader { memory: ram.memory(), budget, faults: &mut self.faults };
         let buffer = RequestBuffer {
             head,
-            pieces: reader.read_space(chain, REQUEST_BYTES as u32, MAX_PIECES),
+            pieces: reader.read_space(chain, REQUEST_BYTES as u32, MAX_PIECES, Directions::One),
         };
         self.counters.host_request.buffers += 1;
         if !buffer.is_usable(ram.memory()) {
@@ -354,7 +354,7 @@ impl Balloon {
         // Unlike a hinted page, a free page is not allocated: when the guest next takes it, it
         // expects its poison pattern or zeros there, which a migration that skips the page would
         // have to provide.
-        let poisoned = negotiated.contains(Feature::PagePoison);
+        let poisoned = negotiated.relies_on_free_pages();
         let accepted = match message.verdict {
             Verdict::Accepted(Purpose::FreePages { request_id, .. }) => {
                 self.requests.accept(request_id)

@@ -9,6 +9,7 @@ use ebb_abi::balloon::{Feature, Features, QueueKind};
 use crate::budget::Budget;
 use crate::chain::Chain;
 use crate::counters::GuestError;
+use crate::initialized::has_bitmaps;
 use crate::message::{Message, Verdict};
 use crate::pages::RunBuilder;
 use crate::pending::Inserted;
@@ -30,7 +31,9 @@ impl Balloon {
         queue: &mut DeviceQueue,
         negotiated: Features,
     ) -> Progress {
-        let may_discard_later = negotiated.contains(Feature::MustTellHost);
+        // A bitmap says what has been discarded.
+        let may_discard_later =
+            negotiated.contains(Feature::MustTellHost) && !has_bitmaps(negotiated);
         let poisoned = self.is_poisoned(negotiated);
         let ram = self.ram.clone();
         let mut budget = Budget::new();
@@ -39,7 +42,7 @@ impl Balloon {
             self.next_message(queue, QueueKind::Inflate, negotiated, &mut budget)
         {
             while self.next_portion(&mut message, QueueKind::Inflate, &mut budget) {
-                let inserted = self.inflate(poisoned);
+                let inserted = self.inflate(&mut message, poisoned);
                 // Pages that are due are best discarded before more arrive, outside of the device's
                 // lock; a discard done here held the lock long enough.
                 let is_enough = match inserted {
@@ -55,8 +58,13 @@ impl Balloon {
                 break;
             }
             let head = message.head;
+            let bitmap = message.bitmap.take();
             self.finish_message(message);
-            if may_discard_later {
+            if let Some(bitmap) = bitmap {
+                let written = bitmap.write(ram.memory());
+                self.counters.initialized_bytes += bitmap.initialized_bytes(written);
+                queue.complete_written(ram.memory(), head, written, &mut self.faults);
+            } else if may_discard_later {
                 queue.complete(ram.memory(), head, &mut self.faults);
             } else {
                 unanswered.push(head);
@@ -153,11 +161,18 @@ impl Balloon {
     }
 
     /// Adds the pages in `scratch.ranges` to the balloon.
-    fn inflate(&mut self, poisoned: bool) -> Inserted {
+    fn inflate(&mut self, message: &mut Message, poisoned: bool) -> Inserted {
         if poisoned {
             let bytes: u64 = self.scratch.ranges.iter().map(|range| range.size_bytes()).sum();
             self.counters.discard.poisoned_bytes += bytes;
+            if let Some(bitmap) = &mut message.bitmap {
+                bitmap.add(false);
+            }
             return Inserted::Waiting;
+        }
+        if let Some(bitmap) = &mut message.bitmap {
+            bitmap.add(self.discarder.discard_now(&self.scratch.ranges));
+            return Inserted::Discarded;
         }
         self.discarder.insert(&self.scratch.ranges)
     }
@@ -183,16 +198,18 @@ impl Balloon {
         self.discarder.flush();
     }
 
-    /// Discards pages that the driver may use again immediately.
-    pub(crate) fn discard(&mut self, ranges: &[PageRange]) {
-        if !ranges.is_empty() {
-            if self.discarder.check() == ReportCheck::Overwrite {
-                self.counters.discard.verified_pages += overwrite(&self.ram, ranges);
-            }
-            let started = Instant::now();
-            let result = self.ram.discard(ranges);
-            self.counters.discard.took(started);
-            self.account(result);
+    /// Discards pages that the driver may use again immediately; returns whether all of them read
+    /// as zeros now.
+    pub(crate) fn discard(&mut self, ranges: &[PageRange]) -> bool {
+        if ranges.is_empty() {
+            return true;
         }
+        if self.discarder.check() == ReportCheck::Overwrite {
+            self.counters.discard.verified_pages += overwrite(&self.ram, ranges);
+        }
+        let started = Instant::now();
+        let result = self.ram.discard(ranges);
+        self.counters.discard.took(started);
+        self.account(result)
     }
 }

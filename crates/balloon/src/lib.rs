@@ -45,6 +45,12 @@
 //! instead, and ends when the host has their memory. A message can name all of memory: it is
 //! processed in portions, so that a call stays short and pages that become due are discarded between
 //! two calls.
+//!
+//! # Pages that the guest need not clear
+//!
+//! With features 6 and 7, which are proposed for the specification (docs/zeroed-pages.md) and
+//! offered only if [`BalloonConfig::features`] has them, reports and inflated pages are answered
+//! with what reads as zeros now.
 
 mod budget;
 mod chain;
@@ -57,6 +63,7 @@ mod hinting;
 mod host_request;
 mod indirect;
 mod inflate;
+mod initialized;
 mod log_limit;
 mod message;
 mod pages;

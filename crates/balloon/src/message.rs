@@ -15,8 +15,9 @@ use ebb_guest_ram::GuestRam;
 
 use crate::Balloon;
 use crate::budget::Budget;
-use crate::chain::{Chain, ChainReader};
+use crate::chain::{Chain, ChainReader, Directions};
 use crate::counters::GuestError;
+use crate::initialized::{InitBitmap, has_bitmaps};
 use crate::pages::RunBuilder;
 
 /// Maximum number of pages of a portion, 32 MiB: half the bound of waiting pages, so that a portion
@@ -60,6 +61,8 @@ pub(crate) struct Message {
     pub(crate) poisoned_bytes: u64,
     /// Pages named that are not guest memory.
     pub(crate) outside_pages: u64,
+    /// The bitmap that answers it, if there is one.
+    pub(crate) bitmap: Option<InitBitmap>,
 }
 
 /// The rest of a bitmap.
@@ -85,6 +88,7 @@ impl Message {
             translate_ns: 0,
             poisoned_bytes: 0,
             outside_pages: 0,
+            bitmap: None,
         }
     }
 
@@ -227,15 +231,29 @@ impl Balloon {
         };
         let limit_bytes =
             if bare.is_some() { MAX_PFNS as usize * PFN_BYTES } else { MAX_MESSAGE_BYTES };
+        let place = (kind == QueueKind::Inflate && has_bitmaps(negotiated)).then(|| chain.clone());
+        let allowed = if place.is_some() { Directions::Both } else { Directions::One };
+        let mistakes = self.faults.counts().total();
         let mut reader =
             ChainReader { memory: self.ram.memory(), budget, faults: &mut self.faults };
-        reader.read_bytes(chain, limit_bytes, &mut self.scratch.bytes);
+        reader.read_bytes(chain, limit_bytes, allowed, &mut self.scratch.bytes);
         let queue = self.counters.queue_mut(kind);
         queue.buffers += 1;
         queue.message_bytes += self.scratch.bytes.len() as u64;
         let size_bytes = self.scratch.bytes.len() as u64;
         let result = match bare {
-            Some(purpose) => Ok(self.read_array(head, purpose, budget)),
+            Some(purpose) => {
+                let mut message = self.read_array(head, purpose, budget);
+                message.bitmap = place.map(|chain| {
+                    let numbers = self.scratch.bytes.len() / PFN_BYTES;
+                    let mut bitmap = self.read_bitmap_place(chain, numbers, budget);
+                    let sound = self.faults.counts().total() == mistakes;
+                    let inside = message.outside_pages == 0 && !bitmap.is_in(&message.ranges);
+                    bitmap.add(sound && inside);
+                    bitmap
+                });
+                Ok(message)
+            }
             None => self.read_payload(head, kind, negotiated, budget),
         };
         let refuse = |Refusal(error, detail)| {

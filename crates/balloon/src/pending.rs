@@ -60,9 +60,10 @@ impl Pending {
         self.pages.take_all()
     }
 
-    fn discard(&mut self, ram: &GuestRam, ranges: &[PageRange]) {
+    /// Returns whether all pages read as zeros now.
+    fn discard(&mut self, ram: &GuestRam, ranges: &[PageRange]) -> bool {
         if ranges.is_empty() {
-            return;
+            return true;
         }
         if self.check == ReportCheck::Overwrite {
             self.counters.verified_pages += overwrite(ram, ranges);
@@ -71,10 +72,14 @@ impl Pending {
         let result = ram.discard_ballooned(ranges);
         self.counters.took(started);
         match result {
-            Ok(outcome) => self.counters.add(outcome),
+            Ok(outcome) => {
+                self.counters.add(outcome);
+                outcome.is_complete()
+            }
             Err(error) => {
                 self.counters.failures += 1;
                 self.limit.log_host_error(&error);
+                false
             }
         }
     }
@@ -148,6 +153,11 @@ impl Discarder {
             return Inserted::Discarded;
         }
         Inserted::Waiting
+    }
+
+    /// Discards pages of the inflate queue at once; returns whether all of them read as zeros now.
+    pub(crate) fn discard_now(&self, ranges: &[PageRange]) -> bool {
+        self.lock().discard(&self.ram, ranges)
     }
 
     /// Removes pages named on the deflate queue.

@@ -24,8 +24,9 @@ impl Balloon {
         let mut budget = Budget::new();
         while let Some(chain) = queue.next_chain(ram.memory(), &mut budget, &mut self.faults) {
             let head = chain.head_index();
+            let mistakes = self.faults.counts().total();
             let started = Instant::now();
-            self.read_ranges(chain, &mut budget);
+            let named_bytes = self.read_ranges(chain, &mut budget);
             self.counters.reporting.translated(started);
             let ranges = std::mem::take(&mut self.scratch.ranges);
             for range in &ranges {
@@ -34,26 +35,27 @@ impl Balloon {
                     self.counters.discard.poisoned_bytes += range.size_bytes();
                 }
             }
-            if !poisoned {
-                self.discard(&ranges);
-            }
+            let discarded = !poisoned && self.discard(&ranges);
             self.scratch.ranges = ranges;
             self.counters.reporting.buffers += 1;
-            queue.complete(ram.memory(), head, &mut self.faults);
+            let length = self.reported_length(negotiated, discarded, named_bytes, mistakes);
+            queue.complete_written(ram.memory(), head, length, &mut self.faults);
         }
         queue.finish_round(ram.memory(), &budget, &mut self.faults)
     }
 
     /// Reads the ranges of a chain's writable descriptors into `scratch.ranges`: sorted, disjoint,
-    /// inside guest memory.
-    pub(crate) fn read_ranges(&mut self, chain: Chain<'_>, budget: &mut Budget) {
+    /// inside guest memory. Returns the bytes of the pages named, whether in memory or not, with
+    /// repeated ones.
+    pub(crate) fn read_ranges(&mut self, chain: Chain<'_>, budget: &mut Budget) -> u64 {
         let mut ranges = std::mem::take(&mut self.scratch.ranges);
         let mut reader =
             ChainReader { memory: self.ram.memory(), budget, faults: &mut self.faults };
-        reader.read_ranges(chain, &mut ranges);
+        let named_bytes = reader.read_ranges(chain, &mut ranges);
         ebb_guest_ram::coalesce(&mut ranges);
         let pages = |ranges: &[PageRange]| -> u64 { ranges.iter().map(|range| range.pages).sum() };
         self.scratch.ranges.extend(ranges.iter().flat_map(|range| self.ram.clip(*range)));
         self.reject_outside(pages(&ranges) - pages(&self.scratch.ranges));
+        named_bytes
     }
 }

@@ -9,7 +9,7 @@ use ebb_abi::balloon::{QueueKind, StatisticsEntry, StatisticsTag};
 use serde::{Deserialize, Serialize};
 
 use crate::budget::Budget;
-use crate::chain::ChainReader;
+use crate::chain::{ChainReader, Directions};
 use crate::counters::GuestError;
 use crate::queue::DeviceQueue;
 use crate::{Balloon, Progress};
@@ -168,6 +168,7 @@ impl Balloon {
             reader.read_bytes(
                 chain,
                 MAX_ENTRIES * StatisticsEntry::SIZE_BYTES,
+                Directions::One,
                 &mut self.scratch.bytes,
             );
             let (entries, rest) = self.scratch.bytes.as_chunks::<{ StatisticsEntry::SIZE_BYTES }>();

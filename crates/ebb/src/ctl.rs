@@ -407,6 +407,8 @@ fn feature(feature: BalloonFeature) -> &'static str {
         BalloonFeature::FreePageHint => "free page hint",
         BalloonFeature::PagePoison => "page poison",
         BalloonFeature::PageReporting => "page reporting",
+        BalloonFeature::DeviceInitReported => "init reported",
+        BalloonFeature::DeviceInitOnInflate => "init on inflate",
         BalloonFeature::PageBitmap => "page bitmaps",
         BalloonFeature::PageRanges => "page ranges",
         BalloonFeature::HostRequest => "host requests",

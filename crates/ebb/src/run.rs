@@ -66,10 +66,12 @@ pub struct Args {
     /// The balloon device
     ///
     /// page_bitmap, page_ranges and host_requests are features of Ebb's extension; Linux's own
-    /// driver does not support them. verify_reports=on is a slow check of guests under test: each
+    /// driver does not support them. init_reported and init_on_inflate are proposed features that
+    /// no released kernel has: with them, the guest need not clear pages that the host has zeroed
+    /// (docs/zeroed-pages.md). verify_reports=on is a slow check of guests under test: each
     /// page that the guest reports free or puts into the balloon is overwritten with a pattern
     /// before it is discarded, so that a guest that still uses it notices. It has no effect if the
-    /// guest has negotiated page poison.
+    /// guest has negotiated page poison or one of the proposed features.
     #[arg(long, value_name = BALLOON_FORM, default_value = "reporting=on")]
     balloon: String,
     /// A disk; give one for each

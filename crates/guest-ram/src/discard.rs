@@ -47,6 +47,13 @@ pub struct DiscardOutcome {
     pub deferred_bytes: u64,
 }
 
+impl DiscardOutcome {
+    /// Whether no page was kept: all pages of the call read as zeros.
+    pub const fn is_complete(&self) -> bool {
+        self.inhibited_bytes == 0 && self.deferred_bytes == 0
+    }
+}
+
 impl AddAssign for DiscardOutcome {
     fn add_assign(&mut self, other: Self) {
         self.bytes += other.bytes;

@@ -3,6 +3,9 @@
 //! The extension's bits are above 49: bits 0 to 23 and 50 to 127 belong to the device type (virtio
 //! 1.3 section 2.2), and the specification assigns them from the bottom. Bits 3 and 4, which a
 //! patch series of 2016 proposed for what the extension does, have since got other meanings.
+//!
+//! Bits 6 and 7 are proposed for the specification (docs/zeroed-pages.md): no released version of
+//! it has them, nor has Linux 7.3.
 
 use core::fmt;
 use core::ops::{BitAnd, BitOr};
@@ -29,6 +32,13 @@ pub enum Feature {
     PagePoison = 4,
     /// The page reporting queue exists.
     PageReporting = 5,
+    /// Proposed: the device answers a report with the bytes that it has initialized.
+    #[cfg_attr(feature = "serde", serde(rename = "init_reported"))]
+    DeviceInitReported = 6,
+    /// Proposed: the device answers pages of the inflate queue with a bitmap of those that it has
+    /// initialized.
+    #[cfg_attr(feature = "serde", serde(rename = "init_on_inflate"))]
+    DeviceInitOnInflate = 7,
     /// Compliance with virtio 1.0 or later (virtio 1.3 section 6). Documents about the balloon omit
     /// it, because every device has it.
     #[cfg_attr(feature = "serde", serde(skip))]
@@ -47,13 +57,15 @@ pub enum Feature {
 
 impl Feature {
     /// All known features in bit order.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 13] = [
         Self::MustTellHost,
         Self::StatisticsQueue,
         Self::DeflateOnOom,
         Self::FreePageHint,
         Self::PagePoison,
         Self::PageReporting,
+        Self::DeviceInitReported,
+        Self::DeviceInitOnInflate,
         Self::Version1,
         Self::PageBitmap,
         Self::PageRanges,
@@ -66,7 +78,8 @@ impl Feature {
         1 << self as u8
     }
 
-    /// Name in the specification (for the extension, in docs/extension.md) without its prefix.
+    /// Name in the specification or the proposal (for the extension, in docs/extension.md) without
+    /// its prefix.
     pub const fn name(self) -> &'static str {
         match self {
             Self::MustTellHost => "MUST_TELL_HOST",
@@ -75,6 +88,8 @@ impl Feature {
             Self::FreePageHint => "FREE_PAGE_HINT",
             Self::PagePoison => "PAGE_POISON",
             Self::PageReporting => "PAGE_REPORTING",
+            Self::DeviceInitReported => "DEVICE_INIT_REPORTED",
+            Self::DeviceInitOnInflate => "DEVICE_INIT_ON_INFLATE",
             Self::Version1 => "VERSION_1",
             Self::PageBitmap => "PAGE_BITMAP",
             Self::PageRanges => "PAGE_RANGES",
@@ -99,8 +114,14 @@ impl Features {
     /// Every feature of the extension, bits 50 to 53.
     pub const EXTENSION: Self = Self(0b1111 << 50);
 
-    /// Every feature of the balloon, including the extension's.
+    /// Every feature of the balloon, including the extension's, without the proposed ones.
     pub const ALL_WITH_EXTENSION: Self = Self(Self::ALL_BALLOON.0 | Self::EXTENSION.0);
+
+    /// The features proposed for the specification, bits 6 and 7.
+    pub const PROPOSED: Self = Self(0b11 << 6);
+
+    /// Every feature of the balloon that this crate knows.
+    pub const KNOWN: Self = Self(Self::ALL_WITH_EXTENSION.0 | Self::PROPOSED.0);
 
     /// Whether the set contains `feature`.
     pub const fn contains(self, feature: Feature) -> bool {
@@ -111,6 +132,12 @@ impl Features {
     /// one of the encodings was negotiated (docs/extension.md, "Messages").
     pub const fn has_messages(self) -> bool {
         self.contains(Feature::PageBitmap) || self.contains(Feature::PageRanges)
+    }
+
+    /// Whether a guest with these features may rely on the content of pages on its free lists: on
+    /// its own pattern, or on zeros, its own or the device's.
+    pub const fn relies_on_free_pages(self) -> bool {
+        self.contains(Feature::PagePoison) || self.0 & Self::PROPOSED.0 != 0
     }
 
     /// The set with `feature` added.
@@ -166,13 +193,17 @@ mod tests {
     #[test]
     fn bits_match_the_specification() {
         let bits = Feature::ALL.map(|feature| feature.mask().trailing_zeros());
-        assert_eq!(bits, [0, 1, 2, 3, 4, 5, 32, 50, 51, 52, 53]);
+        assert_eq!(bits, [0, 1, 2, 3, 4, 5, 6, 7, 32, 50, 51, 52, 53]);
         let balloon =
             Feature::ALL[..6].iter().fold(Features::NONE, |set, feature| set.with(*feature));
         assert_eq!(balloon, Features::ALL_BALLOON);
+        let proposed =
+            Feature::ALL[6..8].iter().fold(Features::NONE, |set, feature| set.with(*feature));
+        assert_eq!(proposed, Features::PROPOSED);
         let extension =
-            Feature::ALL[7..].iter().fold(Features::NONE, |set, feature| set.with(*feature));
+            Feature::ALL[9..].iter().fold(Features::NONE, |set, feature| set.with(*feature));
         assert_eq!(extension, Features::EXTENSION);
+        assert_eq!(balloon | proposed | extension, Features::KNOWN);
         assert_eq!(
             Features::ALL_WITH_EXTENSION.without(Feature::HostRequest) & Features::ALL_BALLOON,
             balloon
@@ -184,6 +215,13 @@ mod tests {
         let features = Features(1 << 60 | 1 << 5 | 1 << 51);
         assert_eq!(features.to_string(), "0x1008000000000020 PAGE_REPORTING PAGE_RANGES");
         assert_eq!(features.without(Feature::PageReporting).0, 1 << 60 | 1 << 51);
+    }
+
+    #[test]
+    fn three_features_let_a_guest_rely_on_free_pages() {
+        let relying = Feature::ALL.map(|feature| Features::from(feature).relies_on_free_pages());
+        assert_eq!(relying.into_iter().filter(|relies| *relies).count(), 3);
+        assert!(relying[4] && relying[6] && relying[7]);
     }
 
     #[test]

@@ -258,8 +258,9 @@ fn hugetlb_pages_are_remembered_across_buffers_and_forgotten_on_reset() {
 #[test]
 fn every_numbering_and_every_subset_of_features_works() {
     for numbering in Numbering::ALL {
-        for bits in 0..64 {
+        for bits in 0..256 {
             let mut guest = Guest::new(Setup {
+                offered: ALL | Features::PROPOSED,
                 negotiated: Features(bits),
                 numbering,
                 region_bytes: 4 << 20,

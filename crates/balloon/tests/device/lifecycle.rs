@@ -89,8 +89,8 @@ fn only_balloon_features_are_offered() {
     let guest = Guest::with_all_features();
     let config = BalloonConfig { features: Features(u64::MAX), ..BalloonConfig::default() };
     let balloon = Balloon::new(config, Arc::clone(&guest.ram)).unwrap();
-    assert_eq!(balloon.device_features(), 0x3f | 0b1111 << 50);
-    // The extension is offered only on request.
+    assert_eq!(balloon.device_features(), 0xff | 0b1111 << 50);
+    // The extension and the proposed features are offered only on request.
     assert_eq!(guest.balloon.device_features(), 0x3f);
     assert_eq!((guest.balloon.queue_max_sizes().len(), balloon.queue_max_sizes().len()), (5, 6));
 }

@@ -10,6 +10,7 @@ mod free_pages;
 mod hinting;
 mod host_request;
 mod inflate;
+mod initialized;
 mod lifecycle;
 mod malformed;
 mod merged;

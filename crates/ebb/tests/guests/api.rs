@@ -14,7 +14,9 @@ pub const TESTS: &[Test] = &[
 ];
 
 fn refusals(scene: &Scene) {
-    let guest = Setup::new(scene).start();
+    // The proposed features change nothing for Linux's driver.
+    let options = "reporting=on,init_reported=on,init_on_inflate=on";
+    let guest = Setup::new(scene).balloon(options).start();
     guest.inflate_to(32 * MIB);
     let too_large = format!("{{\"target_bytes\":{}}}", 513 * MIB);
     for (method, target, body, status, word) in [
@@ -60,6 +62,11 @@ fn refusals(scene: &Scene) {
     assert_eq!((info.target_bytes, info.actual_bytes), (32 * MIB, 32 * MIB));
     assert!(info.offered_features.contains(&BalloonFeature::HostRequest), "{info:?}");
     assert!(!info.negotiated_features.contains(&BalloonFeature::HostRequest), "{info:?}");
+    for proposed in [BalloonFeature::DeviceInitReported, BalloonFeature::DeviceInitOnInflate] {
+        assert!(info.offered_features.contains(&proposed), "{info:?}");
+        assert!(!info.negotiated_features.contains(&proposed), "{info:?}");
+    }
+    assert_eq!(guest.metric("ebb_balloon_initialized_bytes_total"), 0);
 
     guest.put("/vm/pause");
     for target in ["/vm/power-button", "/balloon/free-pages"] {

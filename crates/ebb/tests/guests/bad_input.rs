@@ -108,7 +108,14 @@ fn sizes_and_options(scene: &Scene) {
     }
     refuse(scene, &setup().balloon("size=1G"), 2, &["--balloon", "1G", "512M"]);
     refuse(scene, &setup().balloon("reporting=perhaps"), 2, &["perhaps", "on"]);
-    for option in ["page_bitmap", "page_ranges", "host_requests", "verify_reports"] {
+    for option in [
+        "page_bitmap",
+        "page_ranges",
+        "host_requests",
+        "init_reported",
+        "init_on_inflate",
+        "verify_reports",
+    ] {
         refuse(
             scene,
             &setup().balloon(&format!("{option}=perhaps")),

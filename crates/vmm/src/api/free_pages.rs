@@ -114,7 +114,8 @@ pub struct FreePagesReport {
     /// The blocks by size, without sizes that do not occur.
     pub by_order: Vec<FreeBlocks>,
     /// Memory named that may not be treated as free because the guest relies on the content of free
-    /// pages (page_poison was negotiated); not included in the figures above.
+    /// pages (page_poison, init_reported or init_on_inflate was negotiated); not included in the
+    /// figures above.
     pub poisoned_bytes: u64,
     /// Size of the guest's memory, including pages in the balloon.
     pub memory_bytes: u64,

@@ -200,6 +200,12 @@ pub struct BalloonDeviceConfig {
     /// The extension's queue on which the host asks for free pages.
     #[serde(default, with = "as_bool")]
     pub host_requests: Switch,
+    /// Answers that let the guest take reported pages for zero (docs/zeroed-pages.md).
+    #[serde(default, with = "as_bool")]
+    pub init_reported: Switch,
+    /// Answers that let the guest take pages of the balloon for zero.
+    #[serde(default, with = "as_bool")]
+    pub init_on_inflate: Switch,
     /// Whether pages that the guest reports or inflates are overwritten before they are discarded:
     /// a slow check of guests.
     #[serde(default, with = "as_bool")]
@@ -222,6 +228,9 @@ impl Default for BalloonDeviceConfig {
             page_bitmap: Switch::On,
             page_ranges: Switch::On,
             host_requests: Switch::On,
+            // Proposed for the specification, and not yet part of it.
+            init_reported: Switch::Off,
+            init_on_inflate: Switch::Off,
             verify_reports: Switch::Off,
             statistics_interval: None,
         }

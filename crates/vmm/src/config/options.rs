@@ -137,7 +137,8 @@ pub const NUMA_FORM: &str = "size=2G,cpus=0-1:4[,host_node=0][,distances=10:20]"
 /// Form of `--balloon`.
 pub const BALLOON_FORM: &str = "off, or [size=0][,reporting=on|off][,hinting=on|off]\
     [,deflate_on_oom=on|off][,poison=on|off][,statistics=on|off|SECONDS][,page_bitmap=on|off]\
-    [,page_ranges=on|off][,host_requests=on|off][,verify_reports=on|off]";
+    [,page_ranges=on|off][,host_requests=on|off][,init_reported=on|off]\
+    [,init_on_inflate=on|off][,verify_reports=on|off]";
 /// Form of `--disk`.
 pub const DISK_FORM: &str = "path=FILE[,readonly=on|off][,format=raw|qcow2][,overlay=FILE]\
     [,direct=on|off][,bandwidth=SIZE][,bandwidth_burst=SIZE][,ops=N][,ops_burst=N]";
@@ -260,6 +261,8 @@ pub fn parse_balloon(text: &str) -> Result<Option<BalloonDeviceConfig>, ConfigEr
         page_bitmap: pairs.take_switch("page_bitmap", default.page_bitmap)?,
         page_ranges: pairs.take_switch("page_ranges", default.page_ranges)?,
         host_requests: pairs.take_switch("host_requests", default.host_requests)?,
+        init_reported: pairs.take_switch("init_reported", default.init_reported)?,
+        init_on_inflate: pairs.take_switch("init_on_inflate", default.init_on_inflate)?,
         verify_reports: pairs.take_switch("verify_reports", default.verify_reports)?,
         statistics_interval,
     };

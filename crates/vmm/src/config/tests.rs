@@ -71,6 +71,9 @@ fn balloon_options() {
     let plain =
         parse_balloon("page_bitmap=off,page_ranges=off,host_requests=off").unwrap().unwrap();
     assert_eq!((plain.page_bitmap, plain.page_ranges, plain.host_requests), (Off, Off, Off));
+    assert_eq!((plain.init_reported, plain.init_on_inflate), (Off, Off));
+    let zero = parse_balloon("init_reported=on,init_on_inflate=on").unwrap().unwrap();
+    assert_eq!((zero.init_reported, zero.init_on_inflate), (On, On));
     for text in
         ["page_bitmap=1", "page_ranges=", "host_requests=yes", "host_requests=on,host_requests=on"]
     {

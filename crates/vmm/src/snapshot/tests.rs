@@ -152,10 +152,19 @@ fn a_restore_does_not_add_the_extension_to_an_old_balloon() {
     for field in ["page_bitmap", "page_ranges", "host_requests"] {
         assert_eq!(options.remove(field), Some(true.into()));
     }
+    for field in ["init_reported", "init_on_inflate"] {
+        assert_eq!(options.remove(field), Some(false.into()));
+    }
     let machine: MachineConfig = serde_json::from_value(document).unwrap();
     let balloon = machine.into_vm_config(trusting()).unwrap().balloon.unwrap();
-    let off = [balloon.page_bitmap, balloon.page_ranges, balloon.host_requests];
-    assert_eq!((off, balloon.reporting), ([Switch::Off; 3], Switch::On));
+    let off = [
+        balloon.page_bitmap,
+        balloon.page_ranges,
+        balloon.host_requests,
+        balloon.init_reported,
+        balloon.init_on_inflate,
+    ];
+    assert_eq!((off, balloon.reporting), ([Switch::Off; 5], Switch::On));
 }
 
 #[test]

@@ -142,7 +142,7 @@ pub(super) const MERGE_OF_MACHINE: [Row<MergeStatistics>; 2] = [
 ];
 
 /// With the prefix `ebb_balloon_`.
-pub(super) const BALLOON: [Row<BalloonMetrics>; 17] = [
+pub(super) const BALLOON: [Row<BalloonMetrics>; 18] = [
     row("target_bytes", "Target size of the balloon.", |m| m.target_bytes.into()),
     row("actual_bytes", "Size of the balloon as reported by the guest.", |m| m.actual_bytes.into()),
     row("reported_bytes_total", "Memory the guest reported as free.", |m| {
@@ -168,6 +168,11 @@ pub(super) const BALLOON: [Row<BalloonMetrics>; 17] = [
         "verified_pages_total",
         "Pages overwritten before they were discarded, to check the guest.",
         |m| m.counters.discard.verified_pages.into(),
+    ),
+    row(
+        "initialized_bytes_total",
+        "Memory that the guest was told to be zero, since it was discarded.",
+        |m| m.counters.initialized_bytes.into(),
     ),
     row("kept_bytes_total", "Memory given by the guest but not discarded, by reason.", |m| {
         let discard = &m.counters.discard;

@@ -57,6 +57,8 @@ fn features(config: &BalloonDeviceConfig) -> Features {
         (Feature::FreePageHint, config.hinting),
         (Feature::PagePoison, config.poison),
         (Feature::PageReporting, config.reporting),
+        (Feature::DeviceInitReported, both(config.init_reported, config.reporting)),
+        (Feature::DeviceInitOnInflate, config.init_on_inflate),
         (Feature::PageBitmap, config.page_bitmap),
         (Feature::PageRanges, config.page_ranges),
         (Feature::HostRequest, config.host_requests),

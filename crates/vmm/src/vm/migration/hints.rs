@@ -22,7 +22,9 @@ enum Way {
 enum Unasked {
     #[error("no driver in the guest has negotiated {0}")]
     NotNegotiated(&'static str),
-    #[error("the guest relies on the content of its free pages (page poison)")]
+    #[error(
+        "the guest relies on the content of its free pages (page poison, or pages zeroed by the device)"
+    )]
     Poisoned,
     #[error(
         "it is unknown whether the guest relies on the content of its free pages, since the \
@@ -64,8 +66,8 @@ impl FreePages {
             return Err(Unasked::PoisonUnknown);
         }
         // The destination would show zeros in place of the guest's poison pattern, or old content
-        // in place of zeros that the guest wrote.
-        if negotiated.contains(Feature::PagePoison) {
+        // in place of zeros, the guest's own or those that the device has answered for.
+        if negotiated.relies_on_free_pages() {
             return Err(Unasked::Poisoned);
         }
         let (hints, query) = (Feature::FreePageHint, Feature::HostRequest);

@@ -184,6 +184,40 @@ fn a_snapshot_of_a_driver_with_the_extension_continues() {
     assert_eq!(machine.discarded_bytes(), 512 * 4096);
 }
 
+/// Proposed features are offered on request only, and a driver that has them keeps them.
+#[test]
+fn a_snapshot_of_a_driver_with_the_proposed_features_continues() {
+    let on = BalloonDeviceConfig {
+        init_reported: Switch::On,
+        init_on_inflate: Switch::On,
+        ..Default::default()
+    };
+    assert_eq!(features(&on) & Features::PROPOSED, Features::PROPOSED);
+    assert_eq!(features(&BalloonDeviceConfig::default()) & Features::PROPOSED, Features::NONE);
+    let mute = BalloonDeviceConfig { reporting: Switch::Off, ..on.clone() };
+    assert_eq!(features(&mute) & Features::PROPOSED, Feature::DeviceInitOnInflate.into());
+
+    let mut machine = Machine::new(&on, STOCK | Features::PROPOSED);
+    let half_mib = PageRange::new(Pfn(2048), 128);
+    for _ in 0..2 {
+        machine.report(half_mib);
+        let place = Buffer { writable: true, ..machine.guest.buffer(&[0; 1]) };
+        let array = machine.guest.pfns([1024, 1025, 1026]);
+        machine.guest.offer(QueueKind::Inflate, &[array, place]);
+        machine.kick(QueueKind::Inflate);
+        let lengths = [QueueKind::Reporting, QueueKind::Inflate]
+            .map(|kind| machine.guest.used_with_lengths(kind)[0].1);
+        assert_eq!(lengths, [128 * 4096, 1]);
+        let bits: u8 = machine.guest.ram.memory().read_obj(GuestAddress(place.address)).unwrap();
+        assert_eq!(bits, 0b111);
+        let counters = machine.transport.device().balloon().counters();
+        assert_eq!(counters.initialized_bytes, 131 * 4096);
+        machine.restore(&on);
+    }
+    let negotiated = machine.transport.device().balloon().negotiated();
+    assert_eq!(negotiated & Features::PROPOSED, Features::PROPOSED);
+}
+
 #[test]
 fn a_restored_machine_also_overwrites_pages() {
     let config = BalloonDeviceConfig { verify_reports: Switch::On, ..Default::default() };
