@@ -23,6 +23,13 @@
  * - what was free before the tracker started.
  *
  * What differs from v8:
+ * - A page in the same block of percpu_order as the last entry makes none of its
+ *   own (percpu_merge=0 is v8's behaviour). Such a block is reported if all of it
+ *   is free at the thread's turn, and is then found from any of its pages. A
+ *   program that exits frees pages in the order of their addresses, mostly, so
+ *   that nearly all frees end here, after some twenty instructions, and the array
+ *   has room for far more. A scan judges a block by the first of its pages in
+ *   turn, which is the first to leave its per-CPU list as well.
  * - A scan leaves one entry for each free block, not one for each page in it
  *   (percpu_merge=0 is v8's behaviour). A thousand pages are two huge pages,
  *   and v8 was full of them all the time.
@@ -62,12 +69,16 @@
 
 /* Entries that the thread looks at under a zone's lock at a time. */
 #define EBB_PERCPU_STEP 64
+/* In no block that has pages. */
+#define EBB_NO_PFN ULONG_MAX
 
 /**
  * struct ebb_array - freed pages of one CPU
  * @used: number of @entries
  * @full: the thread has to take @entries before there is room again
- * @entries: page frame numbers. These three are touched by their own CPU with
+ * @last: the last entry, while it is sure to be in @entries and stands for its
+ *	block; else EBB_NO_PFN
+ * @entries: page frame numbers. These four are changed by their own CPU with
  *	interrupts off.
  * @taken_count: number of @taken
  * @taken: what the thread has taken. These two are under ebb_memory_mutex.
@@ -77,6 +88,7 @@
 struct ebb_array {
 	unsigned int used;
 	bool full;
+	unsigned long last;
 	unsigned long *entries;
 	unsigned int taken_count;
 	unsigned long *taken;
@@ -100,7 +112,7 @@ MODULE_PARM_DESC(percpu_flush_ms,
 		 "tracker=percpu: hand over arrays that are not full this often (default 2000, 0: never)");
 module_param(percpu_merge, bool, 0644);
 MODULE_PARM_DESC(percpu_merge,
-		 "tracker=percpu: keep one entry for each free block instead of each page (default Y)");
+		 "tracker=percpu: one entry for each block instead of each page (default Y)");
 
 static DEFINE_PER_CPU(struct ebb_array, ebb_arrays);
 static DEFINE_PER_CPU(struct task_struct *, ebb_percpu_thread);
@@ -149,32 +161,72 @@ static void ebb_array_scan(struct ebb_array *array)
 	}
 	atomic64_add(dropped, &ebb_percpu_dropped);
 	array->used = kept;
+	/* The last entry may have been dropped. */
+	array->last = EBB_NO_PFN;
 	ebb_record(EBB_EVENT_SCAN, NULL, kept, 0);
 	if (kept > percpu_entries - percpu_entries / 8)
 		ebb_array_hand_over(array);
 }
 
-/* Pages are going to be free. Preemption is off, interrupts may be on. */
-static void ebb_percpu_freed(void *unused, struct page *page, unsigned int order)
+/* Whether a page is in the block that the last entry stands for. */
+static __always_inline bool ebb_same_block(unsigned long pfn, unsigned long last)
 {
-	u64 entered = ebb_hook_enter();
+	return !((pfn ^ last) >> READ_ONCE(percpu_order));
+}
+
+/* Writes pages into the array, unless their block is there. */
+static noinline void ebb_percpu_write(struct page *page, unsigned int order)
+{
+	unsigned long pfn = page_to_pfn(page);
 	struct ebb_array *array;
 	unsigned long flags;
 
 	local_irq_save(flags);
 	array = this_cpu_ptr(&ebb_arrays);
-	if (unlikely(array->full)) {
-		ebb_record(EBB_EVENT_LOST, page_zone(page), page_to_pfn(page), order);
+	if (ebb_same_block(pfn, array->last)) {
+		ebb_record(EBB_EVENT_AGAIN, page_zone(page), pfn, order);
+	} else if (unlikely(array->full)) {
+		ebb_record(EBB_EVENT_LOST, page_zone(page), pfn, order);
 		this_cpu_inc(ebb_hot.lost);
 	} else {
-		ebb_record(EBB_EVENT_CAPTURE, page_zone(page), page_to_pfn(page), order);
-		array->entries[array->used++] = page_to_pfn(page);
+		ebb_record(EBB_EVENT_CAPTURE, page_zone(page), pfn, order);
+		array->entries[array->used++] = pfn;
+		array->last = READ_ONCE(percpu_merge) ? pfn : EBB_NO_PFN;
 		this_cpu_inc(ebb_hot.captured);
 		if (unlikely(array->used == percpu_entries))
 			ebb_array_scan(array);
 	}
 	local_irq_restore(flags);
-	ebb_hook_leave(entered);
+}
+
+/*
+ * One load decides without interrupts off: at that moment the entry is in the
+ * array of a CPU. Should the task go on elsewhere, the thread may have its turn
+ * before the page is free, as it may when an entry was written for the page.
+ */
+static __always_inline void ebb_percpu_look(struct page *page, unsigned int order)
+{
+	if (likely(ebb_same_block(page_to_pfn(page), this_cpu_read(ebb_arrays.last))) &&
+	    !static_branch_unlikely(&ebb_recording))
+		return;
+	ebb_percpu_write(page, order);
+}
+
+static noinline void ebb_percpu_look_timed(struct page *page, unsigned int order)
+{
+	u64 begun = local_clock();
+
+	ebb_percpu_look(page, order);
+	ebb_hook_timed(begun);
+}
+
+/* Pages are going to be free. Interrupts may be on, and in newer kernels preemption, too. */
+static void ebb_percpu_freed(void *unused, struct page *page, unsigned int order)
+{
+	if (ebb_hook_count())
+		ebb_percpu_look_timed(page, order);
+	else
+		ebb_percpu_look(page, order);
 }
 
 /* The thread takes what the hook has written, and leaves it an empty array. */
@@ -188,6 +240,7 @@ static void ebb_array_take(struct ebb_array *array)
 	array->taken_count = array->used;
 	array->used = 0;
 	array->full = false;
+	array->last = EBB_NO_PFN;
 	local_irq_enable();
 }
 
@@ -356,6 +409,7 @@ static unsigned int ebb_pfns_forget(unsigned long *pfns, unsigned int count,
 static void ebb_array_forget(struct ebb_array *array, const struct ebb_pfn_range *range)
 {
 	array->used = ebb_pfns_forget(array->entries, array->used, range);
+	array->last = EBB_NO_PFN;
 }
 
 static void ebb_array_forget_local(void *range)
@@ -402,6 +456,7 @@ static void ebb_arrays_free(void)
 		array->used = 0;
 		array->taken_count = 0;
 		array->full = false;
+		array->last = EBB_NO_PFN;
 	}
 	mutex_unlock(&ebb_memory_mutex);
 }
@@ -420,6 +475,7 @@ static int ebb_arrays_alloc(void)
 			ebb_arrays_free();
 			return -ENOMEM;
 		}
+		array->last = EBB_NO_PFN;
 		init_irq_work(&array->wake, ebb_array_wake);
 	}
 	return 0;
