@@ -95,7 +95,8 @@ pub struct Losses {
 
 /// A tracker, as the steps that locks make indivisible.
 pub trait Tracker {
-    /// Hook: a block is going to be free (tracepoint `mm_page_free`).
+    /// Hook: a block is going to be free (tracepoint `mm_page_free`; for `bitmap`, a probe on the
+    /// function that frees past the per-CPU lists).
     fn freed(&mut self, block: Block, allocator: &Allocator);
 
     /// Hook: a block has become free and was merged into another one.
