@@ -3,7 +3,6 @@
 
 use ebb_agent::churn::ChurnReport;
 use ebb_agent::protocol::Command;
-use ebb_virtual_host::kernel::is_at_least;
 use ebb_vmm::api::BalloonState;
 
 use crate::guest::MIB;
@@ -14,7 +13,6 @@ use crate::setup::Setup;
 /// The tests.
 pub const TESTS: &[Test] = &[
     Test::new("module::trackers_return_memory", 300, trackers_return_memory),
-    Test::new("module::bitmap_sees_large_blocks", 200, bitmap_sees_large_blocks),
     Test::new("module::switched_and_reloaded_under_churn", 400, switched_and_reloaded_under_churn),
     Test::new("module::soak", 600, soak),
 ];
@@ -71,34 +69,6 @@ fn trackers_return_memory(scene: &Scene) {
     let reported = module.counter("reported_pages");
     guest.run(Command::AllocTouchExit { bytes: 32 * MIB });
     assert_eq!(module.counter("reported_pages"), reported);
-    module.check_well();
-}
-
-/// Blocks of 4 MiB use no per-CPU list when they are freed. The balloon allocates and frees them.
-fn bitmap_sees_large_blocks(scene: &Scene) {
-    let setup = Setup::new(scene).memory("size=512M").balloon("reporting=on,verify_reports=on");
-    let quick = ["tracker=none", "bitmap_delay_ms=100", "bitmap_leftover_ms=500"];
-    let module = Module::start_with_trackers(setup, &quick);
-    module.set("tracker", "bitmap");
-    let balloon = 128 * MIB;
-    eventually("all that was free is reported", 60, || {
-        let set = module.counter("bitmap_set");
-        when(set < 8 && module.counter("reported_pages") > 0, || format!("{set} bits"))
-    });
-    module.guest.inflate_to(balloon);
-    let captured = module.counter("captured");
-    module.guest.inflate_to(0);
-    // A bit for 2 MiB. Not all of the balloon need be in blocks of 4 MiB.
-    let least = balloon / (2 * MIB) * 3 / 4;
-    eventually("the balloon's blocks are seen", 30, || {
-        let seen = module.counter("captured") - captured;
-        when(seen >= least, || format!("{seen} of {least} blocks"))
-    });
-    // The kernels on which the function that frees them is known: guest/linux/ebb_trackers.
-    let known = !is_at_least(&module.release, 6, 13);
-    assert_eq!(module.counter("bitmap_probe"), u64::from(known));
-    assert_eq!(module.counter("bitmap_missed"), 0);
-    module.set("tracker", "none");
     module.check_well();
 }
 
