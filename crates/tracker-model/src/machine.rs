@@ -377,8 +377,8 @@ impl Machine {
 
     fn check_losses(&self) -> Result<(), Violation> {
         let losses = self.losses();
-        let counted =
-            self.setup.kind != Kind::Percpu || losses.frees <= losses.captured + losses.lost;
+        let seen = losses.captured + losses.again + losses.lost;
+        let counted = self.setup.kind != Kind::Percpu || losses.frees <= seen;
         if counted { Ok(()) } else { Err(Violation::LossesUncounted(losses)) }
     }
 

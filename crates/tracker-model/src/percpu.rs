@@ -9,6 +9,8 @@ use crate::units::{Block, Order, Pfn};
 pub struct Percpu {
     /// The hook's array.
     entries: Vec<Pfn>,
+    /// The last entry, while it stands for its block of [`Order::BLOCK`].
+    last: Option<Pfn>,
     size: usize,
     full_above: usize,
     batch_blocks: usize,
@@ -26,6 +28,7 @@ impl Percpu {
     pub fn new(size: usize, full_above: usize, batch_blocks: usize, flaw: Flaw) -> Self {
         Self {
             entries: Vec::new(),
+            last: None,
             size,
             full_above,
             batch_blocks,
@@ -43,6 +46,7 @@ impl Percpu {
         self.losses.not_free += found.iter().filter(|block| block.is_none()).count() as u32;
         self.entries = found.into_iter().flatten().map(|block| block.first).collect();
         self.entries.dedup();
+        self.last = None;
         self.full = self.entries.len() > self.full_above;
     }
 
@@ -65,6 +69,11 @@ impl Percpu {
 impl Tracker for Percpu {
     fn freed(&mut self, block: Block, allocator: &Allocator) {
         self.losses.frees += 1;
+        let in_block = |page| Block::containing(page, Order::BLOCK);
+        if self.last.map(in_block) == Some(in_block(block.first)) {
+            self.losses.again += 1;
+            return;
+        }
         if self.full {
             if self.flaw != Flaw::LossUncounted {
                 self.losses.lost += 1;
@@ -73,6 +82,7 @@ impl Tracker for Percpu {
         }
         self.losses.captured += 1;
         self.entries.push(block.first);
+        self.last = Some(block.first);
         if self.entries.len() == self.size {
             self.scan(allocator);
         }
@@ -84,6 +94,9 @@ impl Tracker for Percpu {
         // The array is full, or a timer hands it over.
         self.taken = std::mem::take(&mut self.entries);
         self.full = false;
+        if self.flaw != Flaw::LastEntryKept {
+            self.last = None;
+        }
         if self.flaw != Flaw::IsolateUnchecked {
             self.settle(allocator);
         }

@@ -98,6 +98,8 @@ pub enum PageEvent {
     Capture,
     /// `percpu`: the array of the CPU was full.
     Lost,
+    /// `percpu`: the last entry of the array stands for its block.
+    Again,
 }
 
 /// What happens to the array of a CPU; each with a number of entries.
@@ -174,7 +176,7 @@ pub enum LineProblem {
     Alignment,
 }
 
-const PAGE_EVENTS: [(&str, PageEvent); 17] = [
+const PAGE_EVENTS: [(&str, PageEvent); 18] = [
     ("block", PageEvent::Block),
     ("known", PageEvent::Known),
     ("remove", PageEvent::Remove),
@@ -192,6 +194,7 @@ const PAGE_EVENTS: [(&str, PageEvent); 17] = [
     ("clear", PageEvent::Clear),
     ("capture", PageEvent::Capture),
     ("lost", PageEvent::Lost),
+    ("again", PageEvent::Again),
 ];
 const ARRAY_EVENTS: [(&str, ArrayEvent); 3] =
     [("scan", ArrayEvent::Scan), ("full", ArrayEvent::Full), ("turn", ArrayEvent::Turn)];

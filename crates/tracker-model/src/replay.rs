@@ -202,6 +202,10 @@ impl Guest {
                 self.require(Kind::Percpu)?;
                 self.arrays.lost(cpu, block)
             }
+            PageEvent::Again => {
+                self.require(Kind::Percpu)?;
+                self.arrays.again(cpu, block)
+            }
         }
     }
 

@@ -66,6 +66,8 @@ pub enum Flaw {
     NoSecondLook,
     /// Frees that an array has no place for are not counted.
     LossUncounted,
+    /// The last entry is taken to be in an array that the thread has taken.
+    LastEntryKept,
     /// The Reported flag stays on blocks that leave the free lists.
     FlagOutlivesAllocation,
     /// The Reported flag is set on what a returned block was merged into.
@@ -81,6 +83,8 @@ pub struct Losses {
     pub frees: u32,
     /// Frees written down.
     pub captured: u32,
+    /// Frees in the block of the last entry, which stands for them.
+    pub again: u32,
     /// Frees not written down, and blocks given up because of the host or a shortage of memory.
     pub lost: u32,
     /// Entries that were not free when an array was looked through.
@@ -91,7 +95,8 @@ pub struct Losses {
 
 /// A tracker, as the steps that locks make indivisible.
 pub trait Tracker {
-    /// Hook: a block is going to be free (tracepoint `mm_page_free`).
+    /// Hook: a block is going to be free (tracepoint `mm_page_free`; for `bitmap`, a probe on the
+    /// function that frees past the per-CPU lists).
     fn freed(&mut self, block: Block, allocator: &Allocator);
 
     /// Hook: a block has become free and was merged into another one.

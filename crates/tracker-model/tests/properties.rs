@@ -198,19 +198,39 @@ fn percpu_reports_a_block_that_was_freed() {
     assert_eq!((machine.losses().frees, machine.losses().captured), (1, 1));
 }
 
+/// Pages of a block that are freed one after the other need one entry, however many they are.
+#[test]
+fn percpu_needs_one_entry_for_a_block() {
+    let mut machine = Machine::new(setup(Kind::Percpu, Flaw::None, 0));
+    let pages = Order::BLOCK.pages();
+    // The smallest free blocks are used first.
+    let others = PAGES % pages;
+    for _ in 0..others + pages {
+        machine.step(Step::Allocate { order: Order(0), from_top: false }).unwrap();
+    }
+    for index in (others..others + pages).rev() {
+        machine.step(Step::Free { index: index as usize }).unwrap();
+        machine.step(Step::Drain { blocks: 1 }).unwrap();
+    }
+    let losses = machine.losses();
+    assert_eq!((losses.frees, losses.captured, losses.again), (pages, 1, pages - 1));
+    machine.settle().unwrap();
+    machine.check_reported(Expected::UsedSinceStart).unwrap();
+}
+
 /// Free blocks that cannot be merged fill the array, and the thread does not get its turn.
 #[test]
 fn percpu_loses_frees_between_a_full_array_and_its_thread() {
     let mut machine = Machine::new(setup(Kind::Percpu, Flaw::None, 0));
     machine.step(Step::Allocate { order: Order::BLOCK, from_top: false }).unwrap();
     for _ in 0..2 * ENTRIES {
-        machine.step(Step::Allocate { order: Order(0), from_top: false }).unwrap();
+        machine.step(Step::Allocate { order: Order(8), from_top: false }).unwrap();
     }
-    // Pages are taken in ascending order. Every second one, so that none of them finds its buddy
-    // free.
+    // Halves of blocks are taken in ascending order. Every second one, so that none of them finds
+    // its buddy free, and no entry stands for two of them.
     for index in (0..ENTRIES).rev().map(|nth| 2 * nth + 1) {
         machine.step(Step::Free { index }).unwrap();
-        machine.step(Step::Drain { blocks: 1 }).unwrap();
+        machine.step(Step::Land).unwrap();
     }
     assert_eq!((machine.losses().captured, machine.losses().lost), (6, 0));
     machine.step(Step::Free { index: 0 }).unwrap();
@@ -282,6 +302,13 @@ fn what_never_gets_reported_is_found() {
             "{kind:?} with {flaw:?}: {found:?}"
         );
     }
+}
+
+#[test]
+fn an_entry_that_stands_for_a_block_after_its_turn_is_found() {
+    let flawed = setup(Kind::Percpu, Flaw::LastEntryKept, 0);
+    let found = search(flawed, undisturbed(1), reports_or_counts);
+    assert!(matches!(found, Some((Violation::NeverReported(_), _))), "{found:?}");
 }
 
 #[test]

@@ -209,6 +209,22 @@ fn percpu_isolates_what_its_cpu_has_captured() {
 }
 
 #[test]
+fn the_last_entry_of_percpu_stands_for_its_block_until_it_may_be_gone() {
+    let again = ["free 1 0 4097", "again 1 0 4097"];
+    let not_captured = Problem::NotCaptured(block(0, 4097));
+    let captured = ["free 1 0 4096", "capture 1 0 4096"];
+    assert_eq!(problem(&PERCPU, &[&captured[..], &again].concat()), None);
+    assert_eq!(problem(&PERCPU, &again), Some((1, not_captured)));
+    let full = [&captured[..], &["full 0 0 1"]].concat();
+    assert_eq!(problem(&PERCPU, &[&full[..], &again].concat()), None);
+    let taken = [&full[..], &["turn 0 0 1"], &again].concat();
+    assert_eq!(problem(&PERCPU, &taken), Some((5, not_captured)));
+    let used = ["remove 1 0 1024", "alloc 1 0 1024", "free 1 0 1024", "again 1 0 1024"];
+    let elsewhere = [&captured[..], &used].concat();
+    assert_eq!(problem(&PERCPU, &elsewhere), Some((5, Problem::NotCaptured(block(0, 1024)))));
+}
+
+#[test]
 fn what_is_no_recording_is_refused_with_its_line() {
     let line = |line, problem| Err(ReadError::Line { line, problem });
     let read = |events: usize, lines: &str| Recording::read(&format!("{}{lines}", heading(events)));

@@ -16,9 +16,9 @@
  * lock: the moment "after merging" that v10 patched a call into, and most pages
  * come this way. (__free_one_page() itself is inline and therefore has no
  * ftrace entry; a kprobe there costs many times what a tracepoint does.) Blocks
- * of orders that do not use per-CPU lists are seen by mm_page_free shortly
- * before they are free. They are marked as coming, too: a walk that does not
- * find them leaves their bits to the next one, which is long enough after.
+ * of orders that do not use per-CPU lists are seen shortly before they are free,
+ * by direct.c. They are marked as coming, too: a walk that does not find them
+ * leaves their bits to the next one, which is long enough after.
  *
  * What is never captured: blocks that only become free by pages that bypass
  * the per-CPU lists, which happens when the list is locked by somebody or the
@@ -45,6 +45,7 @@
 
 #include "bounded.h"
 #include "counts.h"
+#include "direct.h"
 #include "hot.h"
 #include "isolate.h"
 #include "trackers.h"
@@ -79,7 +80,6 @@ MODULE_PARM_DESC(bitmap_leftover_ms,
 
 static struct ebb_balloon *ebb_bitmap_eb;
 static struct tracepoint *ebb_drain_tracepoint;
-static struct tracepoint *ebb_free_tracepoint;
 /* No work may be queued: the tracker does not run, or is being stopped. */
 static bool ebb_bitmap_stopping = true;
 static unsigned long ebb_bitmap_seeded;
@@ -111,7 +111,8 @@ static void ebb_bitmap_queue(int set)
 	}
 }
 
-static void ebb_bitmap_capture(struct page *page, unsigned long pfn, enum ebb_moment moment)
+static noinline void ebb_bitmap_capture(struct page *page, unsigned long pfn,
+					enum ebb_moment moment)
 {
 	int set = ebb_zone_maps_mark(page, pfn, moment);
 
@@ -125,24 +126,65 @@ static void ebb_bitmap_capture(struct page *page, unsigned long pfn, enum ebb_mo
 	ebb_bitmap_queue(set);
 }
 
+/*
+ * The first page of the aligned block that a page is in. On x86 page structures
+ * are an array of powers of two that begins at a multiple of any block's, so
+ * that a mask does.
+ */
+static __always_inline struct page *ebb_first_page(struct page *page, unsigned int order)
+{
+	unsigned long bytes = sizeof(*page) << order;
+
+	if (IS_ENABLED(CONFIG_X86_64) && IS_ENABLED(CONFIG_SPARSEMEM_VMEMMAP) &&
+	    !(bytes & (bytes - 1)))
+		return (struct page *)((unsigned long)page & ~(bytes - 1));
+	return pfn_to_page(ALIGN_DOWN(page_to_pfn(page), 1UL << order));
+}
+
+/*
+ * Whether a page that has just been merged is in a free block that has a bit.
+ * Called for each page, under the zone's lock, so that what a free block's first
+ * page says is true. ebb_find_free() does the same for any order without it.
+ */
+static __always_inline bool ebb_bitmap_merged(struct page *page)
+{
+	struct page *first = ebb_first_page(page, EBB_BLOCK_ORDER);
+
+	if (PageBuddy(first))
+		return page_private(first) >= EBB_BLOCK_ORDER;
+	first = ebb_first_page(page, EBB_LARGEST_ORDER);
+	return PageBuddy(first) && page_private(first) == EBB_LARGEST_ORDER;
+}
+
+static __always_inline void ebb_bitmap_look(struct page *page)
+{
+	if (unlikely(ebb_bitmap_merged(page)))
+		ebb_bitmap_capture(page, page_to_pfn(page), EBB_MERGED);
+}
+
+static noinline void ebb_bitmap_look_timed(struct page *page)
+{
+	u64 begun = local_clock();
+
+	ebb_bitmap_look(page);
+	ebb_hook_timed(begun);
+}
+
 /* A page went from a per-CPU list to the free lists and was merged. The zone's lock is held. */
 static void ebb_bitmap_drained(void *unused, struct page *page, unsigned int order,
 			       int migratetype)
 {
-	unsigned long pfn = page_to_pfn(page);
-	u64 entered = ebb_hook_enter();
-	struct ebb_block found;
-
-	if (ebb_find_free(pfn, EBB_BLOCK_ORDER, &found))
-		ebb_bitmap_capture(page, pfn, EBB_MERGED);
-	ebb_hook_leave(entered);
+	if (ebb_hook_count())
+		ebb_bitmap_look_timed(page);
+	else
+		ebb_bitmap_look(page);
 }
 
 /*
  * Pages are going to be free. Those that are kept in per-CPU lists first, which
  * is nearly all, are seen in ebb_bitmap_drained() when they leave them.
  */
-static void ebb_bitmap_freed(void *unused, struct page *page, unsigned int order)
+static void ebb_bitmap_freed(struct page *page, unsigned int order)
 {
 	if (likely(order <= PAGE_ALLOC_COSTLY_ORDER || order == EBB_LISTED_ORDER))
 		return;
@@ -319,8 +361,7 @@ static int ebb_bitmap_start(struct ebb_balloon *eb)
 
 	ebb_hot_reset();
 	ebb_drain_tracepoint = ebb_tracepoint_find("mm_page_pcpu_drain");
-	ebb_free_tracepoint = ebb_tracepoint_find("mm_page_free");
-	if (!ebb_drain_tracepoint || !ebb_free_tracepoint)
+	if (!ebb_drain_tracepoint)
 		return -EOPNOTSUPP;
 
 	ebb_bitmap_eb = eb;
@@ -332,7 +373,7 @@ static int ebb_bitmap_start(struct ebb_balloon *eb)
 	err = tracepoint_probe_register(ebb_drain_tracepoint, ebb_bitmap_drained, NULL);
 	if (err)
 		goto free_maps;
-	err = tracepoint_probe_register(ebb_free_tracepoint, ebb_bitmap_freed, NULL);
+	err = ebb_direct_hook_add(ebb_bitmap_freed);
 	if (err)
 		goto unregister;
 	mutex_lock(&ebb_memory_mutex);
@@ -355,7 +396,7 @@ free_maps:
 static void ebb_bitmap_stop(void)
 {
 	WRITE_ONCE(ebb_bitmap_stopping, true);
-	tracepoint_probe_unregister(ebb_free_tracepoint, ebb_bitmap_freed, NULL);
+	ebb_direct_hook_remove();
 	tracepoint_probe_unregister(ebb_drain_tracepoint, ebb_bitmap_drained, NULL);
 	tracepoint_synchronize_unregister();
 	ebb_bitmap_end();
@@ -378,6 +419,8 @@ static void ebb_bitmap_show(struct seq_file *m)
 	mutex_unlock(&ebb_memory_mutex);
 	seq_printf(m, "bitmap_set %lu\n", set);
 	seq_printf(m, "bitmap_seeded %lu\n", ebb_bitmap_seeded);
+	seq_printf(m, "bitmap_probe %d\n", ebb_direct_hook_is_probe());
+	seq_printf(m, "bitmap_missed %lu\n", ebb_direct_hook_missed());
 }
 
 void ebb_bitmap_online(void)

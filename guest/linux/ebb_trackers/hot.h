@@ -32,20 +32,21 @@ DECLARE_PER_CPU(struct ebb_hot_counts, ebb_hot);
 /* One call of a hook in this many is timed. */
 #define EBB_SAMPLE_EVERY 1024
 
-/* At a hook's beginning. Return: the time if this call is timed, else 0. */
-static __always_inline u64 ebb_hook_enter(void)
+/*
+ * Counts a call of a hook. Return: whether it is one that is timed. An interrupt
+ * between the two steps may time one call more or less, which costs nothing; one
+ * step that also returns the number costs an exchange for each free.
+ */
+static __always_inline bool ebb_hook_count(void)
 {
-	if (likely(this_cpu_inc_return(ebb_hot.frees) % EBB_SAMPLE_EVERY))
-		return 0;
-	return local_clock();
+	this_cpu_inc(ebb_hot.frees);
+	return unlikely(!(this_cpu_read(ebb_hot.frees) % EBB_SAMPLE_EVERY));
 }
 
-/* At a hook's end, with what ebb_hook_enter() returned. */
-static __always_inline void ebb_hook_leave(u64 entered)
+/* At the end of a call that is timed, with local_clock() of its beginning. */
+static inline void ebb_hook_timed(u64 begun)
 {
-	if (likely(!entered))
-		return;
-	this_cpu_add(ebb_hot.sample_ns, local_clock() - entered);
+	this_cpu_add(ebb_hot.sample_ns, local_clock() - begun);
 	this_cpu_inc(ebb_hot.samples);
 }
 

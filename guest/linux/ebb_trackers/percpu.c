@@ -23,6 +23,13 @@
  * - what was free before the tracker started.
  *
  * What differs from v8:
+ * - A page in the same block of percpu_order as the last entry makes none of its
+ *   own (percpu_merge=0 is v8's behaviour). Such a block is reported if all of it
+ *   is free at the thread's turn, and is then found from any of its pages. A
+ *   program that exits frees pages in the order of their addresses, mostly, so
+ *   that nearly all frees end here, after some twenty instructions, and the array
+ *   has room for far more. A scan judges a block by the first of its pages in
+ *   turn, which is the first to leave its per-CPU list as well.
  * - A scan leaves one entry for each free block, not one for each page in it
  *   (percpu_merge=0 is v8's behaviour). A thousand pages are two huge pages,
  *   and v8 was full of them all the time.
@@ -41,13 +48,10 @@
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
 #include <linux/irq_work.h>
-#include <linux/memory_hotplug.h>
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/percpu.h>
 #include <linux/seq_file.h>
-#include <linux/slab.h>
-#include <linux/smp.h>
 #include <linux/smpboot.h>
 #include <linux/sort.h>
 #include <linux/tracepoint.h>
@@ -57,139 +61,25 @@
 #include "counts.h"
 #include "hot.h"
 #include "isolate.h"
-#include "record.h"
+#include "percpu_array.h"
 #include "trackers.h"
 
 /* Entries that the thread looks at under a zone's lock at a time. */
 #define EBB_PERCPU_STEP 64
 
-/**
- * struct ebb_array - freed pages of one CPU
- * @used: number of @entries
- * @full: the thread has to take @entries before there is room again
- * @entries: page frame numbers. These three are touched by their own CPU with
- *	interrupts off.
- * @taken_count: number of @taken
- * @taken: what the thread has taken. These two are under ebb_memory_mutex.
- * @wake: wakes the thread, which the hook cannot do under whatever lock it is
- * @batch: the second array of v8: blocks that are out of the allocator
- */
-struct ebb_array {
-	unsigned int used;
-	bool full;
-	unsigned long *entries;
-	unsigned int taken_count;
-	unsigned long *taken;
-	struct irq_work wake;
-	struct ebb_batch batch;
-};
-
-static unsigned int percpu_entries = 1000;
-static unsigned int percpu_order = EBB_LARGEST_ORDER - 1;
 static unsigned int percpu_flush_ms = 2000;
-static bool percpu_merge = true;
 
-/* A scan looks at up to eleven page structures for each entry, with interrupts off. */
-ebb_bounded_param(percpu_entries, percpu_entries, 64, 4096, 0444);
-MODULE_PARM_DESC(percpu_entries,
-		 "tracker=percpu: entries of each CPU's array (64 to 4096, default 1000)");
-ebb_bounded_param(percpu_order, percpu_order, 0, EBB_LARGEST_ORDER, 0644);
-MODULE_PARM_DESC(percpu_order, "tracker=percpu: smallest order of blocks to report");
 ebb_bounded_param(percpu_flush_ms, percpu_flush_ms, 0, 3600 * 1000, 0444);
 MODULE_PARM_DESC(percpu_flush_ms,
 		 "tracker=percpu: hand over arrays that are not full this often (default 2000, 0: never)");
-module_param(percpu_merge, bool, 0644);
-MODULE_PARM_DESC(percpu_merge,
-		 "tracker=percpu: keep one entry for each free block instead of each page (default Y)");
-
-static DEFINE_PER_CPU(struct ebb_array, ebb_arrays);
-static DEFINE_PER_CPU(struct task_struct *, ebb_percpu_thread);
 
 static struct ebb_balloon *ebb_percpu_eb;
 static struct tracepoint *ebb_percpu_tracepoint;
 static bool ebb_percpu_stopping;
-static atomic64_t ebb_percpu_dropped;
 static atomic64_t ebb_percpu_small;
 
 static void ebb_percpu_flush(struct work_struct *work);
 static DECLARE_DELAYED_WORK(ebb_flush_work, ebb_percpu_flush);
-
-unsigned int ebb_percpu_entries(void)
-{
-	return percpu_entries;
-}
-
-/* Interrupts are off on the array's CPU. */
-static void ebb_array_hand_over(struct ebb_array *array)
-{
-	ebb_record(EBB_EVENT_FULL, NULL, array->used, 0);
-	array->full = true;
-	irq_work_queue(&array->wake);
-}
-
-static void ebb_array_wake(struct irq_work *work)
-{
-	wake_up_process(__this_cpu_read(ebb_percpu_thread));
-}
-
-/* The array is full: keeps what is free by now. Interrupts are off. */
-static void ebb_array_scan(struct ebb_array *array)
-{
-	bool merge = READ_ONCE(percpu_merge);
-	unsigned int i, kept = 0, dropped = 0;
-	struct ebb_block found;
-
-	for (i = 0; i < array->used; i++) {
-		if (!ebb_find_free(array->entries[i], 0, &found))
-			dropped++;
-		else if (!merge)
-			array->entries[kept++] = array->entries[i];
-		else if (!kept || array->entries[kept - 1] != found.pfn)
-			array->entries[kept++] = found.pfn;
-	}
-	atomic64_add(dropped, &ebb_percpu_dropped);
-	array->used = kept;
-	ebb_record(EBB_EVENT_SCAN, NULL, kept, 0);
-	if (kept > percpu_entries - percpu_entries / 8)
-		ebb_array_hand_over(array);
-}
-
-/* Pages are going to be free. Preemption is off, interrupts may be on. */
-static void ebb_percpu_freed(void *unused, struct page *page, unsigned int order)
-{
-	u64 entered = ebb_hook_enter();
-	struct ebb_array *array;
-	unsigned long flags;
-
-	local_irq_save(flags);
-	array = this_cpu_ptr(&ebb_arrays);
-	if (unlikely(array->full)) {
-		ebb_record(EBB_EVENT_LOST, page_zone(page), page_to_pfn(page), order);
-		this_cpu_inc(ebb_hot.lost);
-	} else {
-		ebb_record(EBB_EVENT_CAPTURE, page_zone(page), page_to_pfn(page), order);
-		array->entries[array->used++] = page_to_pfn(page);
-		this_cpu_inc(ebb_hot.captured);
-		if (unlikely(array->used == percpu_entries))
-			ebb_array_scan(array);
-	}
-	local_irq_restore(flags);
-	ebb_hook_leave(entered);
-}
-
-/* The thread takes what the hook has written, and leaves it an empty array. */
-static void ebb_array_take(struct ebb_array *array)
-{
-	lockdep_assert_held(&ebb_memory_mutex);
-
-	local_irq_disable();
-	ebb_record(EBB_EVENT_TURN, NULL, array->used, 0);
-	swap(array->entries, array->taken);
-	array->taken_count = array->used;
-	array->used = 0;
-	array->full = false;
-	local_irq_enable();
-}
 
 static int ebb_pfn_compare(const void *a, const void *b)
 {
@@ -316,68 +206,11 @@ static void ebb_percpu_run(unsigned int cpu)
 	mutex_unlock(&ebb_memory_mutex);
 }
 
-static bool ebb_array_has_entries(int cpu, void *unused)
-{
-	return READ_ONCE(per_cpu(ebb_arrays, cpu).used);
-}
-
-static void ebb_array_flush(void *unused)
-{
-	struct ebb_array *array = this_cpu_ptr(&ebb_arrays);
-
-	if (array->used && !array->full)
-		ebb_array_hand_over(array);
-}
-
 static void ebb_percpu_flush(struct work_struct *work)
 {
-	on_each_cpu_cond(ebb_array_has_entries, ebb_array_flush, NULL, true);
+	ebb_arrays_flush();
 	queue_delayed_work(system_freezable_wq, &ebb_flush_work,
 			   msecs_to_jiffies(percpu_flush_ms));
-}
-
-struct ebb_pfn_range {
-	unsigned long pfn;
-	unsigned long pages;
-};
-
-static unsigned int ebb_pfns_forget(unsigned long *pfns, unsigned int count,
-				    const struct ebb_pfn_range *range)
-{
-	unsigned int i, kept = 0;
-
-	for (i = 0; i < count; i++) {
-		if (pfns[i] - range->pfn >= range->pages)
-			pfns[kept++] = pfns[i];
-	}
-	return kept;
-}
-
-static void ebb_array_forget(struct ebb_array *array, const struct ebb_pfn_range *range)
-{
-	array->used = ebb_pfns_forget(array->entries, array->used, range);
-}
-
-static void ebb_array_forget_local(void *range)
-{
-	ebb_array_forget(this_cpu_ptr(&ebb_arrays), range);
-}
-
-/* Memory is offline and its struct pages may go: no array may name it any more. */
-void ebb_percpu_offline(unsigned long pfn, unsigned long pages)
-{
-	struct ebb_pfn_range range = { .pfn = pfn, .pages = pages };
-	int cpu;
-
-	/* mem_hotplug_begin() keeps CPUs where they are. */
-	on_each_cpu(ebb_array_forget_local, &range, 1);
-	for_each_possible_cpu(cpu) {
-		struct ebb_array *array = per_cpu_ptr(&ebb_arrays, cpu);
-
-		if (!cpu_online(cpu))
-			ebb_array_forget(array, &range);
-		array->taken_count = ebb_pfns_forget(array->taken, array->taken_count, &range);
-	}
 }
 
 static struct smp_hotplug_thread ebb_percpu_threads = {
@@ -386,44 +219,6 @@ static struct smp_hotplug_thread ebb_percpu_threads = {
 	.thread_fn = ebb_percpu_run,
 	.thread_comm = "ebb_percpu/%u",
 };
-
-static void ebb_arrays_free(void)
-{
-	int cpu;
-
-	mutex_lock(&ebb_memory_mutex);
-	for_each_possible_cpu(cpu) {
-		struct ebb_array *array = per_cpu_ptr(&ebb_arrays, cpu);
-
-		kvfree(array->entries);
-		kvfree(array->taken);
-		array->entries = NULL;
-		array->taken = NULL;
-		array->used = 0;
-		array->taken_count = 0;
-		array->full = false;
-	}
-	mutex_unlock(&ebb_memory_mutex);
-}
-
-static int ebb_arrays_alloc(void)
-{
-	int cpu;
-
-	for_each_possible_cpu(cpu) {
-		struct ebb_array *array = per_cpu_ptr(&ebb_arrays, cpu);
-
-		array->entries = kvmalloc_array(percpu_entries, sizeof(*array->entries),
-						GFP_KERNEL);
-		array->taken = kvmalloc_array(percpu_entries, sizeof(*array->taken), GFP_KERNEL);
-		if (!array->entries || !array->taken) {
-			ebb_arrays_free();
-			return -ENOMEM;
-		}
-		init_irq_work(&array->wake, ebb_array_wake);
-	}
-	return 0;
-}
 
 static int ebb_percpu_start(struct ebb_balloon *eb)
 {

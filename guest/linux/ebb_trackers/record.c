@@ -56,6 +56,7 @@ static const char *const ebb_event_names[EBB_EVENTS] = {
 	[EBB_EVENT_CLEAR] = "clear",
 	[EBB_EVENT_CAPTURE] = "capture",
 	[EBB_EVENT_LOST] = "lost",
+	[EBB_EVENT_AGAIN] = "again",
 	[EBB_EVENT_SCAN] = "scan",
 	[EBB_EVENT_FULL] = "full",
 	[EBB_EVENT_TURN] = "turn",

@@ -32,6 +32,7 @@ struct zone;
  * @EBB_EVENT_CLEAR: tracker bitmap: its bit is going to be cleared
  * @EBB_EVENT_CAPTURE: tracker percpu: was written into the CPU's array
  * @EBB_EVENT_LOST: tracker percpu: found the CPU's array full
+ * @EBB_EVENT_AGAIN: tracker percpu: the last entry of the CPU's array stands for its block
  *
  * Those without a block have a number in its place:
  * @EBB_EVENT_SCAN: tracker percpu: the CPU's array was scanned; entries left
@@ -61,6 +62,7 @@ enum ebb_event {
 	EBB_EVENT_CLEAR,
 	EBB_EVENT_CAPTURE,
 	EBB_EVENT_LOST,
+	EBB_EVENT_AGAIN,
 	EBB_EVENT_SCAN,
 	EBB_EVENT_FULL,
 	EBB_EVENT_TURN,

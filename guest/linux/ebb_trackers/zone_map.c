@@ -4,8 +4,9 @@
  *
  * Hooks find a zone's map in the section of their tracepoint, which is RCU's with
  * preemption off, or SRCU's in newer kernels; tracepoint_synchronize_unregister()
- * waits for both. Maps are replaced after memory came online, under ebb_zone_maps_mutex and
- * ebb_memory_mutex, so either of them keeps them.
+ * waits for both. A probe's handler has preemption off. Maps are replaced after
+ * memory came online, under ebb_zone_maps_mutex and ebb_memory_mutex, so either of
+ * them keeps them.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
@@ -237,8 +238,9 @@ static void ebb_map_grow(struct zone *zone)
 	}
 	rcu_assign_pointer(ebb_maps[index], new);
 	spin_unlock_irq(&zone->lock);
-	/* The hooks are in sections of tracepoints, which need not be RCU's. */
+	/* The hooks are in sections of tracepoints, which need not be RCU's, or of RCU. */
 	tracepoint_synchronize_unregister();
+	synchronize_rcu();
 	kvfree(old);
 }
 

@@ -26,6 +26,8 @@ struct Array {
     /// The last one that was freed before the tracker was said to run.
     freed_early: Option<Block>,
     written: BTreeSet<Pfn>,
+    /// The last entry, until the array is scanned or taken.
+    last: Option<Pfn>,
     taken: BTreeSet<Pfn>,
 }
 
@@ -80,7 +82,15 @@ impl Arrays {
         }
         array.used += 1;
         array.written.insert(around(block));
+        array.last = Some(around(block));
         Ok(())
+    }
+
+    /// The hook has found that the last entry stands for a block.
+    pub fn again(&mut self, cpu: u32, block: Block) -> Result<(), Problem> {
+        let array = self.by_cpu.entry(cpu).or_default();
+        array.end_hook(block, self.is_hooked)?;
+        if array.last == Some(around(block)) { Ok(()) } else { Err(Problem::NotCaptured(block)) }
     }
 
     /// The hook has found the array full.
@@ -107,6 +117,7 @@ impl Arrays {
                     return Err(Problem::Entries { expected: array.used, recorded: entries });
                 }
                 array.used = entries;
+                array.last = None;
                 array.is_to_be_full = entries > size - size / 8;
             }
             ArrayEvent::Full => {
@@ -130,6 +141,7 @@ impl Arrays {
                 }
                 array.full = false;
                 array.used = 0;
+                array.last = None;
                 array.taken = std::mem::take(&mut array.written);
             }
         }
