@@ -30,6 +30,7 @@ help:
 	@echo 'make test-clients  a Debian guest, passt, and clients of the API of Firecracker, unmodified; as'
 	@echo '             root; the first run compiles a kernel (minutes)'
 	@echo 'make test-kernels  the tests of the modules on newer kernels, from backports; as root'
+	@echo '             (HOST=trixie: all tests, on a virtual host with the kernel of its backports)'
 	@echo 'make build   the release programs in $(PROGRAMS):'
 	@echo '             ebb, ebb-lab, ebb-agent, ebb-guest-agent; and the module'
 	@echo 'make deb     the Debian packages ebb, ebb-guest-agent and ebb-balloon-dkms, in target/deb'
@@ -113,10 +114,11 @@ test-clients:
 	$(CARGO) build --locked -p ebb -p ebb-guest-agent
 	$(CARGO) test --locked -p ebb --test clients -- --ignored $(CLIENTS)
 
-# KERNELS=trixie for one of them, TESTS=NAME for tests with this name.
+# KERNELS=trixie for one of them, TESTS=NAME for tests with this name. HOST=trixie for virtual hosts
+# instead of guests with its kernel; then TESTS may be several names, and without it all tests run.
 test-kernels:
 	$(CARGO) build --locked -p ebb -p ebb-agent -p ebb-guest-agent
-	scripts/test-kernels.sh $(or $(KERNELS),'') $(TESTS)
+	scripts/test-kernels.sh $(if $(HOST),--host $(HOST),$(or $(KERNELS),'')) $(TESTS)
 
 bench:
 	$(CARGO) bench --locked -p ebb-balloon -p ebb-guest-ram -p ebb-migration -p ebb-page-merge

@@ -7,6 +7,10 @@
 #   scripts/test-kernels.sh                    bookworm (Linux 6.12) and trixie (7.3)
 #   scripts/test-kernels.sh trixie [NAME]      only that one, and only tests whose names contain this
 #   scripts/test-kernels.sh --build [SUITE]    only builds, with warnings as errors (W=1)
+#   scripts/test-kernels.sh --host SUITE [NAME...]
+#                                              the other way round: the tests on this machine's
+#                                              guests, or those whose names contain one of these,
+#                                              in virtual hosts with that kernel
 #
 # EBB_BACKPORTS names another mirror. An unpacked kernel is kept; remove its directory for a newer
 # one. The modules stay in target/ebb_balloon/RELEASE, where ebb-lab finds them as well.
@@ -80,16 +84,39 @@ build() {
     done
 }
 
+# Runs the tests in virtual hosts with the kernel of a suite; those that merge, too.
+test_host() {
+    suite=$1
+    shift
+    tree=$trees/$suite
+    [ -d "$tree" ] || unpack "$suite" "$tree"
+    image=$(ls "$tree"/boot/vmlinuz-*)
+    failed=
+    [ $# != 0 ] || set -- ''
+    for name in "$@"; do
+        say "testing: ${name:-all tests} on hosts with ${image##*/vmlinuz-}"
+        EBB_GUEST_TESTS_HOST_KERNEL=$image EBB_HOST_KERNEL=$image \
+            cargo test --locked -p ebb --test guests -- ${name:+"$name"} ||
+            failed="$failed ${name:-all}"
+    done
+    [ -z "$failed" ] || fail "tests have failed on ${image##*/vmlinuz-}:$failed"
+}
+
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$(dirname "$0")/../Cargo.toml")
 only_build=no
 if [ "${1:-}" = --build ]; then
     only_build=yes
     shift
 fi
-suites=${1:-bookworm trixie}
-[ $# = 0 ] || shift
 [ "$(id -u)" = 0 ] || fail "run this script as root"
 cd "$(dirname "$0")/.."
+if [ "${1:-}" = --host ]; then
+    shift
+    test_host "$@"
+    exit
+fi
+suites=${1:-bookworm trixie}
+[ $# = 0 ] || shift
 
 # Guests are tested, and not the host under them: that has the machine's own cloud kernel.
 host_kernel=$(find /boot -name 'vmlinuz-*-cloud-amd64' | sort -V | tail -n 1)

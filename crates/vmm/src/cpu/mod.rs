@@ -1,6 +1,7 @@
 //! vCPUs: their CPUID ([`cpuid`]), their initial state (`registers`), their threads ([`threads`]).
 
 pub mod cpuid;
+mod internal_error;
 mod registers;
 pub mod state;
 pub mod threads;

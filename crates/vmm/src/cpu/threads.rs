@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
-use super::{CpuError, Vcpu};
+use super::{CpuError, Vcpu, internal_error};
 use crate::devices::bus::Bus;
 use crate::ending::{Ended, join_until};
 use crate::exit::{ExitSignal, GuestExit};
@@ -485,12 +485,8 @@ fn run(shared: &Shared, buses: &Buses, vcpu: &mut Vcpu) {
                 );
             }
             Ok(VcpuExit::InternalError) => {
-                park_after(
-                    shared,
-                    kvm_error(
-                        "internal error, usually an instruction it cannot emulate".to_owned(),
-                    ),
-                );
+                let cause = internal_error::describe(vcpu.fd.get_kvm_run()).unwrap_or_default();
+                park_after(shared, kvm_error(cause));
             }
             Ok(VcpuExit::Hlt | VcpuExit::Intr | VcpuExit::IrqWindowOpen) => {}
             Ok(other) => {
