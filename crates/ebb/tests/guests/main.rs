@@ -40,6 +40,7 @@ mod migration_refused;
 mod migration_unknown;
 mod module;
 mod module_alone;
+mod module_hibernation;
 mod module_kernel;
 mod module_reclaim;
 mod module_recordings;
@@ -68,7 +69,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 39] = [
+const TESTS: [&[Test]; 40] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -86,6 +87,7 @@ const TESTS: [&[Test]; 39] = [
     driver::TESTS,
     module::TESTS,
     module_alone::TESTS,
+    module_hibernation::TESTS,
     module_kernel::TESTS,
     module_reclaim::TESTS,
     module_recordings::TESTS,
