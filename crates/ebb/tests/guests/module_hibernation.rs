@@ -18,10 +18,10 @@ use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
-    Test::new("module::hibernated_and_rebooted", 400, hibernated_and_rebooted),
-    Test::new("module::hibernated_to_another_device", 400, hibernated_to_another_device),
+    Test::new("module::hibernated_and_rebooted", 600, hibernated_and_rebooted),
+    Test::new("module::hibernated_to_another_device", 600, hibernated_to_another_device),
     Test::new("module::hibernation_that_fails", 300, hibernation_that_fails),
-    Test::new("module::restore_that_fails", 400, restore_that_fails),
+    Test::new("module::restore_that_fails", 600, restore_that_fails),
 ];
 
 /// Size of the balloon.
@@ -62,18 +62,22 @@ fn hibernate(guest: &Guest, mode: &str) -> u64 {
 /// Hibernates and waits until the machine has ended. Returns the number of the command.
 fn power_off(guest: &mut Guest) -> u64 {
     let asleep = hibernate(guest, "shutdown");
-    eventually("the image is on the disk", 90, || {
+    eventually("the image is on the disk", 180, || {
         when(!guest.is_running(), || "the machine runs".to_owned())
     });
     assert_eq!(guest.wait_end().0, Some(0));
     asleep
 }
 
-/// Replaces the guest's kernel by the one on the disk.
-fn resume(guest: &Guest) {
+/// Replaces the guest's kernel by the one on the disk, which ends the command `asleep`.
+fn resume(guest: &Guest, asleep: u64) {
     let device = guest.read_file("/sys/class/block/vda/dev");
     let text = device.trim().to_owned();
     guest.send(Command::WriteFile { path: "/sys/power/resume".into(), text });
+    eventually("the guest continues", 120, || {
+        when(guest.poll(asleep).is_some(), || "the other kernel runs".to_owned())
+    });
+    guest.outcome(asleep).unwrap_or_else(|error| panic!("it hibernates: {error}"));
 }
 
 /// The balloon follows its target, freed memory is reported, and the guest has its memory.
@@ -119,6 +123,9 @@ fn hibernated_and_rebooted(scene: &Scene) {
     guest.wait_started(work);
 
     let asleep = hibernate(guest, "reboot");
+    eventually("the image is on the disk, and the machine starts again", 180, || {
+        when(guest.starts() == 2, || "the first kernel runs".to_owned())
+    });
     let Event::Ready { balloon_driver, warnings, .. } = guest.wait_ready(2) else { unreachable!() };
     assert_eq!((balloon_driver, warnings), (BalloonDriver::EbbBalloon, Vec::new()));
     eventually("the balloon of the other kernel", 60, || {
@@ -126,8 +133,7 @@ fn hibernated_and_rebooted(scene: &Scene) {
         when(info.actual_bytes == SIZE, || format!("{info:?}"))
     });
     assert!(guest.poll(asleep).is_none());
-    resume(guest);
-    guest.outcome(asleep).unwrap_or_else(|error| panic!("it hibernates: {error}"));
+    resume(guest, asleep);
     module.churned(work);
     check_at_work(&module, total);
 }
@@ -143,8 +149,7 @@ fn hibernated_to_another_device(scene: &Scene) {
     let asleep = power_off(&mut module.guest);
 
     let module = module.continued_by(setup(scene, DEVICE).socket("second"));
-    resume(&module.guest);
-    module.guest.outcome(asleep).unwrap_or_else(|error| panic!("it hibernates: {error}"));
+    resume(&module.guest, asleep);
     assert_eq!(module.get("tracker"), "bitmap");
     check_at_work(&module, total);
 }
@@ -173,8 +178,7 @@ fn restore_that_fails(scene: &Scene) {
     let less = format!("{DEVICE},page_ranges=off");
     let module = module.continued_by(setup(scene, &less).socket("second"));
     let guest = &module.guest;
-    resume(guest);
-    guest.outcome(asleep).unwrap_or_else(|error| panic!("it hibernates: {error}"));
+    resume(guest, asleep);
     assert_eq!(module.kernel_log(&["failed to restore"]).lines().count(), 1);
     assert_eq!(guest.balloon().state, BalloonState::DriverAbsent);
     assert_eq!(guest.wrong_pages(), 0);
