@@ -169,13 +169,14 @@ fn hibernation_that_fails(scene: &Scene) {
 /// The guest continues on a device that lacks features which its driver uses: the device is
 /// refused, until the driver is loaded again.
 fn restore_that_fails(scene: &Scene) {
-    let mut module = Module::start(setup(scene, DEVICE), &["tracker=reporting"]);
+    let device = "reporting=on,deflate_on_oom=off";
+    let mut module = Module::start(setup(scene, device), &["tracker=reporting"]);
     let total = module.guest.meminfo("MemTotal");
     enable_swap(&module.guest);
     use_memory(&module.guest);
     let asleep = power_off(&mut module.guest);
 
-    let less = format!("{DEVICE},page_ranges=off");
+    let less = format!("{device},page_ranges=off");
     let module = module.continued_by(setup(scene, &less).socket("second"));
     let guest = &module.guest;
     resume(guest, asleep);
