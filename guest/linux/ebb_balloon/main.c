@@ -382,6 +382,8 @@ static void ebb_remove(struct virtio_device *vdev)
 	ebb_debugfs_remove(eb->debugfs);
 	ebb_stop_device(eb);
 	cancel_work_sync(&eb->failed_work);
+	/* After a restore that failed, it was stopped before, but has a status again. */
+	virtio_reset_device(vdev);
 	ebb_trackers_exit(eb);
 	ebb_oom_unregister(eb);
 	ebb_release_memory(eb);

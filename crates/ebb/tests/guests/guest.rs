@@ -158,6 +158,11 @@ impl Guest {
         )
     }
 
+    /// Number of the agent's "ready" messages.
+    pub fn starts(&self) -> usize {
+        self.handle.transcript.lock().starts().count()
+    }
+
     /// Waits until the API answers.
     #[track_caller]
     pub fn wait_api(&mut self) {

@@ -40,6 +40,7 @@ mod migration_refused;
 mod migration_unknown;
 mod module;
 mod module_alone;
+mod module_hibernation;
 mod module_kernel;
 mod module_reclaim;
 mod module_recordings;
@@ -88,6 +89,7 @@ const TESTS: [&[Test]; 40] = [
     driver::TESTS,
     module::TESTS,
     module_alone::TESTS,
+    module_hibernation::TESTS,
     module_kernel::TESTS,
     module_reclaim::TESTS,
     module_recordings::TESTS,

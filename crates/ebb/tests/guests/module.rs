@@ -240,8 +240,9 @@ const WRONG_PARAMETERS: [(&str, &str); 3] = [
     ("max_order=99", "0 to"),
 ];
 /// The same of `ebb_trackers`.
-const WRONG_TRACKER_PARAMETERS: [(&str, &str); 3] = [
+const WRONG_TRACKER_PARAMETERS: [(&str, &str); 4] = [
     ("percpu_entries=63", "64 to 4096"),
+    ("percpu_entries=4097", "64 to 4096"),
     ("bitmap_threshold=0", "1 to 4096"),
     ("bitmap_threshold=4097", "1 to 4096"),
 ];

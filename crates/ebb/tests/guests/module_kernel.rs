@@ -1,15 +1,18 @@
 //! Ebb's own driver and what the kernel does around it: hotplug of memory and processors, many
-//! processors, compaction during a deflation, content of free pages that the device cannot know.
+//! processors, compaction during a deflation, content of free pages that the device cannot know,
+//! flags of pages, parameters.
 
 use std::fs;
 use std::path::Path;
+use std::time::Duration;
 
 use ebb_agent::command_line::BalloonDriver;
+use ebb_agent::meminfo::lines;
 use ebb_agent::protocol::{Command, Event};
 use ebb_vmm::api::BalloonFeature;
 
 use crate::guest::MIB;
-use crate::harness::{Scene, Test, counts};
+use crate::harness::{Scene, Test, counts, eventually, when};
 use crate::module_support::{Module, TRACKERS};
 use crate::setup::Setup;
 
@@ -19,6 +22,8 @@ pub const TESTS: &[Test] = &[
     Test::new("module::isolation_does_not_grow_with_cpus", 300, isolation_does_not_grow_with_cpus),
     Test::new("module::compaction_during_deflation", 300, compaction_during_deflation),
     Test::new("module::unknown_content_of_free_pages", 120, unknown_content_of_free_pages),
+    Test::new("module::left_out_of_dumps", 120, left_out_of_dumps),
+    Test::new("module::reporting_order", 400, reporting_order),
     Test::new("module::kexec_with_a_full_balloon", 240, kexec_with_a_full_balloon),
 ];
 
@@ -135,10 +140,13 @@ fn compaction_during_deflation(scene: &Scene) {
     module.check_well();
 }
 
-/// A kernel that clears pages when they are freed, on a device that is not told so: nothing may let
-/// the host lose the content of free pages.
+/// A kernel that clears or poisons pages when they are freed, on a device that is not told so:
+/// nothing may let the host lose the content of free pages. Where the kernel knows `page_poison`, it
+/// takes precedence.
 fn unknown_content_of_free_pages(scene: &Scene) {
-    let setup = Setup::new(scene).words("init_on_free=1").balloon("reporting=on,poison=off");
+    let setup = Setup::new(scene)
+        .words("init_on_free=1 page_poison=1")
+        .balloon("reporting=on,poison=off,deflate_on_oom=off");
     let module = Module::start(setup, &[]);
     let guest = &module.guest;
     let features = guest.balloon().negotiated_features;
@@ -146,9 +154,85 @@ fn unknown_content_of_free_pages(scene: &Scene) {
         assert!(!features.contains(&feature), "{features:?}");
     }
     assert_eq!(module.counter("direct"), 0);
+    let total = guest.meminfo("MemTotal");
     guest.run(Command::Hold { bytes: 32 * MIB, pattern: 6 });
     guest.inflate_to(128 * MIB);
+    assert_eq!(guest.meminfo("MemTotal"), total - 128 * MIB);
+    for (request, words) in [("reclaim", "on request"), ("free-pages", "host requests")] {
+        let (status, message) = guest.refused("PUT", &format!("/balloon/{request}"), "");
+        assert_eq!(status, 409, "{message}");
+        assert!(message.contains(words) && message.contains("ebb_balloon"), "{message}");
+    }
     guest.inflate_to(0);
+    assert_eq!(guest.meminfo("MemTotal"), total);
+    // The kernel would report two seconds after memory became free.
+    guest.run(Command::AllocTouchExit { bytes: 160 * MIB });
+    std::thread::sleep(Duration::from_secs(5));
+    assert_eq!(guest.metric("ebb_balloon_reported_bytes_total"), 0);
+    assert!(guest.resident() >= 160 * MIB);
+    module.check_well();
+}
+
+/// Number of pages that dumps and readers of the kernel's memory leave out: those with the flag
+/// KPF_OFFLINE, bit 23 (Documentation/admin-guide/mm/pagemap.rst).
+fn offline_pages(module: &Module) -> u64 {
+    let line = r#"hexdump -v -e '2/4 "%08x " "\n"' /proc/kpageflags | grep -c '^..[89a-f]'"#;
+    let argv = ["/bin/busybox", "sh", "-c", line].map(str::to_owned).to_vec();
+    let result = module.guest.run(Command::Exec { argv });
+    let text = result["stdout"].as_str().expect("text").trim();
+    text.parse().unwrap_or_else(|error| panic!("{error}: {result}"))
+}
+
+/// Each page of the balloon is marked, those of whole blocks, too.
+fn left_out_of_dumps(scene: &Scene) {
+    let setup = Setup::new(scene).balloon("reporting=off,deflate_on_oom=off");
+    let module = Module::start(setup, &["tracker=none"]);
+    let before = offline_pages(&module);
+    // The second size splits a block.
+    for size in [128 * MIB, 101 * MIB + 4096, 0] {
+        module.guest.inflate_to(size);
+        assert_eq!(offline_pages(&module), before + size / 4096, "{size} bytes");
+    }
+    assert!(module.counter("order_10") > 0 && module.counter("split_blocks") > 0);
+    module.check_well();
+}
+
+/// The kernel's parameter decides which blocks are reported, also after Linux's own driver, which
+/// sets it, was there first.
+fn reporting_order(scene: &Scene) {
+    const ORDER: &str = "/sys/module/page_reporting/parameters/page_reporting_order";
+    let setup = Setup::new(scene).balloon("reporting=on,deflate_on_oom=off,verify_reports=on");
+    let module = Module::start_without(setup);
+    let guest = &module.guest;
+    let path = "/modules/virtio_balloon.ko".to_owned();
+    guest.run(Command::LoadModule { path, parameters: String::new() });
+    guest.run(Command::UnloadModule { name: "virtio_balloon".to_owned() });
+    module.load("tracker=reporting report_delay_ms=0");
+    assert_eq!(guest.read_file(ORDER).trim(), "9");
+    guest.run(Command::Hold { bytes: 32 * MIB, pattern: 15 });
+    // Both in one reading: reports may go on.
+    let counts = || {
+        let text = guest.read_file("/sys/kernel/debug/ebb_balloon/counters");
+        let of = |name| lines(&text).find_map(|(found, value)| (found == name).then_some(value));
+        (of("reported_pages").expect("a counter"), of("reported").expect("a counter"))
+    };
+    let freed = 160 * MIB;
+    guest.run(Command::AllocTouchExit { bytes: freed });
+    eventually("freed memory is reported", 60, || {
+        let (pages, blocks) = counts();
+        assert!(pages >= blocks << 9, "{blocks} blocks, {pages} pages");
+        when(pages * 4096 >= freed / 2, || format!("{pages} pages"))
+    });
+    guest.write_file(ORDER, "4");
+    let before = counts();
+    eventually("smaller blocks are reported", 60, || {
+        // Something must become free, or the kernel does not look.
+        guest.run(Command::AllocTouchExit { bytes: 8 * MIB });
+        let now = counts();
+        let (pages, blocks) = (now.0 - before.0, now.1 - before.1);
+        assert!(pages >= blocks << 4, "{blocks} blocks, {pages} pages");
+        when(pages < blocks << 9, || format!("{blocks} blocks, {pages} pages"))
+    });
     module.check_well();
 }
 

@@ -91,6 +91,13 @@ impl Module {
         Self { guest: Restore::new(scene, &file).start(), ..self }
     }
 
+    /// Starts another guest without any balloon driver, which is about to continue this one.
+    #[track_caller]
+    pub fn continued_by(self, setup: Setup<'_>) -> Self {
+        let other = Self::start_without(setup);
+        Self { guest: other.guest, ..self }
+    }
+
     /// Loads the driver, or returns the error.
     #[track_caller]
     pub fn try_load(&self, parameters: &str) -> Result<(), String> {
