@@ -70,7 +70,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 40] = [
+const TESTS: &[&[Test]] = &[
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -164,7 +164,7 @@ fn main() -> ExitCode {
 
 /// All tests in one list.
 fn tests() -> impl Iterator<Item = &'static Test> {
-    TESTS.into_iter().flatten()
+    TESTS.iter().copied().flatten()
 }
 
 /// Names of all tests.
