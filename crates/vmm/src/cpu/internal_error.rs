@@ -1,5 +1,5 @@
-//! What KVM tells about a guest that it cannot run any longer (`KVM_EXIT_INTERNAL_ERROR`, Linux
-//! Documentation/virt/kvm/api.rst, section 5).
+//! The reason that KVM gives for a guest that it cannot run any longer (`KVM_EXIT_INTERNAL_ERROR`,
+//! Linux Documentation/virt/kvm/api.rst, section 5).
 
 use std::fmt::Write as _;
 

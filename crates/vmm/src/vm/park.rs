@@ -326,7 +326,7 @@ impl Pulse<'_> {
         Ok(())
     }
 
-    /// Whether nobody else has set the target meanwhile.
+    /// Whether the target is still the one that this pulse has set.
     fn is_ours(&self) -> bool {
         info(&lock(self.transport)).target_bytes == self.target_bytes
     }

@@ -43,7 +43,7 @@ impl TaskKind {
 type Answer = Result<Document, ControlError>;
 type Work = Box<dyn FnOnce(&Vm, &Ticket) -> Answer + Send>;
 
-/// A task that nobody works on yet.
+/// A task that has not begun.
 pub(super) struct Task {
     ticket: Arc<Ticket>,
     work: Work,
