@@ -53,8 +53,8 @@ pub fn enter(device: &str, driver: BalloonDriver) -> io::Result<Infallible> {
     Err(Command::new(INIT).exec())
 }
 
-/// Adds the agent, of which `source` is the program, to the system below `root`: on the terminal of the kernel's console, after the
-/// boot, and never chosen by the out-of-memory killer.
+/// Adds the agent, of which `source` is the program, to the system below `root`: on the terminal of
+/// the kernel's console, after the boot, and never chosen by the out-of-memory killer.
 fn add_service(root: &Path, source: &Path, driver: BalloonDriver) -> io::Result<()> {
     let at = |path: &str| root.join(path.trim_start_matches('/'));
     let unit = format!(
