@@ -100,7 +100,7 @@ fn check_at_work(module: &Module, total: u64) {
         let done = report.as_ref().is_ok_and(|report| report.status == RequestStatus::Done);
         when(done, || format!("{report:?}"))
     });
-    assert_eq!(module.counter("isolated_now"), 0);
+    module.await_none_isolated();
     module.check_well();
 }
 

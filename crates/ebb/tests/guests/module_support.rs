@@ -174,6 +174,16 @@ impl Module {
         found.unwrap_or_else(|| panic!("no counter {name} in:\n{text}"))
     }
 
+    /// Waits until no block is out of the allocator. A pass of a tracker that is on begins at any
+    /// time, so a single look can fall into one.
+    #[track_caller]
+    pub fn await_none_isolated(&self) {
+        eventually("all blocks are back in the allocator", 30, || {
+            let now = self.counter("isolated_now");
+            when(now == 0, || format!("{now} are not"))
+        });
+    }
+
     /// Lines of the kernel's log that contain one of these words.
     #[track_caller]
     pub fn kernel_log(&self, words: &[&str]) -> String {
