@@ -291,9 +291,10 @@ struct ebb_balloon {
 
 	struct ebb_hinting hinting;
 
-	/* Reports: one at a time. */
+	/* Reports: one at a time, and when the last one ended. */
 	wait_queue_head_t report_wait;
 	unsigned long report_busy;
+	unsigned long report_ended;
 	/* The queue, and @report_done. */
 	spinlock_t report_lock;
 	bool report_done;
@@ -319,6 +320,13 @@ static inline bool ebb_offers(struct ebb_balloon *eb, unsigned int feature)
 /* main.c */
 void ebb_device_failed(struct ebb_balloon *eb);
 extern unsigned int ebb_max_order;
+
+/* Order of the blocks that an inflation tries first. */
+static inline unsigned int ebb_largest_order(void)
+{
+	return min_t(unsigned int, READ_ONCE(ebb_max_order), EBB_LARGEST_ORDER);
+}
+
 u8 ebb_encodings(struct ebb_balloon *eb);
 
 /* message.c */
@@ -389,6 +397,9 @@ void ebb_requests_wake(struct ebb_balloon *eb);
 void ebb_early_start(struct ebb_balloon *eb);
 void ebb_early_stop(void);
 void ebb_early_show(struct seq_file *m);
+
+/* reporting.c */
+void ebb_reporting_wait(void);
 
 /* report_now.c */
 int ebb_report_now_init(struct ebb_balloon *eb);

@@ -21,7 +21,9 @@
 /* Time without reports of this kind after the guest was out of memory. */
 #define REST		(2 * HZ)
 /* Longest time that the guest waits for a report when it is out of memory. */
-#define LONGEST_WAIT	HZ
+#define LONGEST_WAIT	(5 * HZ)
+/* Time after a report in which its blocks may not be back on the free lists yet. */
+#define RETURN_TIME	(HZ / 10)
 
 /**
  * struct ebb_report_now - what is reported on request
@@ -136,6 +138,20 @@ static bool ebb_now_report(struct ebb_report_now *now, u64 id)
 	return true;
 }
 
+/*
+ * The walk does not find blocks that others have taken out of the allocator for a
+ * report of their own. Waits until the host has these, too. Returns false if the
+ * device is broken.
+ */
+static bool ebb_now_settle(struct ebb_balloon *eb)
+{
+	ebb_reporting_wait();
+	if (!ebb_report_begin(eb))
+		return false;
+	ebb_report_end(eb);
+	return true;
+}
+
 static void ebb_now_work(struct work_struct *work)
 {
 	struct ebb_report_now *now = container_of(work, struct ebb_report_now, work);
@@ -157,6 +173,8 @@ static void ebb_now_work(struct work_struct *work)
 		complete = ebb_now_report(now, id);
 		cond_resched();
 	}
+	if (complete && id != EARLY_ID && READ_ONCE(now->wanted) == id)
+		complete = ebb_now_settle(now->eb);
 
 	spin_lock(&now->lock);
 	if (now->wanted == id) {
@@ -263,18 +281,21 @@ bool ebb_report_now_ended(struct ebb_balloon *eb, u64 id, bool *complete)
 
 /*
  * What is being reported, here or by a tracker, is missing only for a moment and
- * no reason to kill a program: it is waited for.
+ * no reason to kill a program: the end of a report is waited for. The kernel's own
+ * reporting puts its blocks back a little later.
  */
 static int ebb_now_oom(struct notifier_block *notifier, unsigned long unused, void *data)
 {
 	struct ebb_report_now *now = container_of(notifier, struct ebb_report_now, oom);
 	struct ebb_balloon *eb = now->eb;
+	unsigned long ended = READ_ONCE(eb->report_ended);
 	unsigned long *freed = data;
 
 	WRITE_ONCE(now->rest, jiffies + REST);
-	if (atomic64_read(&ebb_counts.isolated_now) &&
-	    wait_event_idle_timeout(eb->report_wait, READ_ONCE(eb->broken) ||
-				    !atomic64_read(&ebb_counts.isolated_now), LONGEST_WAIT))
+	if (atomic64_read(&ebb_counts.isolated_now))
+		wait_event_idle_timeout(eb->report_wait, READ_ONCE(eb->broken) ||
+					READ_ONCE(eb->report_ended) != ended, LONGEST_WAIT);
+	if (time_before(jiffies, READ_ONCE(eb->report_ended) + RETURN_TIME))
 		*freed += 1;
 	return NOTIFY_OK;
 }

@@ -79,6 +79,19 @@ bool ebb_reporting_at_work(void)
 	return current_work() == &ebb_reporting_info.work.work;
 }
 
+/**
+ * ebb_reporting_wait() - wait for a pass of the kernel's own reporting that is under way
+ *
+ * Its blocks are out of the allocator before it waits for its turn to report. A
+ * caller whose turn it is must not wait here.
+ */
+void ebb_reporting_wait(void)
+{
+	/* The work item exists since it was used. */
+	if (ebb_kernel_marks())
+		flush_work(&ebb_reporting_info.work.work);
+}
+
 bool ebb_kernel_marks(void)
 {
 	return READ_ONCE(ebb_reporting_was_used);
