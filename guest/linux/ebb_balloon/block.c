@@ -17,7 +17,7 @@
 #include "ebb_balloon.h"
 #include "symbols.h"
 
-/* No reclaim: other orders are tried first. */
+/* One attempt, and no word about it: smaller orders follow, or a later attempt. */
 #define BLOCK_FLAGS	(__GFP_NORETRY | __GFP_NOWARN | __GFP_NOMEMALLOC)
 
 static bool ebb_is_kept_whole(unsigned int order)
@@ -25,11 +25,15 @@ static bool ebb_is_kept_whole(unsigned int order)
 	return order && order >= pageblock_order;
 }
 
-/* Tools that want to see each allocation. */
+/*
+ * Tools that want to see each allocation. Generic KASAN does not: to it, a block that was taken
+ * directly stays free memory, which nothing may access.
+ */
 static bool ebb_allocator_is_observed(void)
 {
-	return IS_ENABLED(CONFIG_KASAN) || IS_ENABLED(CONFIG_KMSAN) ||
-	       IS_ENABLED(CONFIG_PAGE_OWNER) || IS_ENABLED(CONFIG_MEM_ALLOC_PROFILING);
+	return IS_ENABLED(CONFIG_KASAN_SW_TAGS) || IS_ENABLED(CONFIG_KASAN_HW_TAGS) ||
+	       IS_ENABLED(CONFIG_KMSAN) || IS_ENABLED(CONFIG_PAGE_OWNER) ||
+	       IS_ENABLED(CONFIG_MEM_ALLOC_PROFILING);
 }
 
 /*
@@ -67,19 +71,20 @@ static struct page *ebb_first_free(struct zone *zone, unsigned int order)
 
 static struct page *ebb_take_from_zone(struct zone *zone, unsigned int order)
 {
-	unsigned long reserve = low_wmark_pages(zone) + zone->lowmem_reserve[ZONE_NORMAL];
+	/* The limits of an allocation without reclaim, and of one that wakes kswapd. */
+	unsigned long reserve = ebb_is_kept_whole(order) ? low_wmark_pages(zone) :
+							   min_wmark_pages(zone);
 	struct page *page = NULL;
 	unsigned long flags, free;
 
 	if (!populated_zone(zone) || !READ_ONCE(zone->free_area[order].nr_free))
 		return NULL;
 	spin_lock_irqsave(&zone->lock, flags);
-	/* The same limit as for an allocation without reclaim. */
 	free = zone_page_state(zone, NR_FREE_PAGES);
 	/* Free pages of CMA serve only movable allocations, and none is taken here. */
 	if (IS_ENABLED(CONFIG_CMA))
 		free -= min(free, zone_page_state(zone, NR_FREE_CMA_PAGES));
-	if (free > reserve + (1UL << order))
+	if (free > reserve + zone->lowmem_reserve[ZONE_NORMAL] + (1UL << order))
 		page = ebb_first_free(zone, order);
 	if (page && !ebb_symbols.isolate_free_page(page, order))
 		page = NULL;
@@ -149,12 +154,21 @@ void ebb_whole_give(struct ebb_balloon *eb, struct page *page, unsigned int orde
 	spin_unlock_irqrestore(&zone->lock, flags);
 }
 
+/* Reclaims only for single pages. */
 static struct page *ebb_allocate(struct ebb_balloon *eb, unsigned int order)
 {
 	gfp_t flags = EBB_PAGE_FLAGS | BLOCK_FLAGS;
+	struct page *page;
 
 	if (ebb_is_kept_whole(order))
 		return ebb_whole_take(eb, order);
+	if (eb->direct) {
+		page = ebb_take_directly(order);
+		if (page || order)
+			return page;
+		/* Reclaim makes more free than this page. The rest is taken directly. */
+		eb->order = ebb_largest_order();
+	}
 	if (order)
 		flags &= ~__GFP_RECLAIM;
 	return alloc_pages(flags, order);
@@ -166,7 +180,7 @@ static struct page *ebb_allocate(struct ebb_balloon *eb, unsigned int order)
  * @units: largest size of the block
  * @order: order of the block
  *
- * Tries smaller orders on failure. Reclaims only for single pages.
+ * Tries smaller orders on failure.
  *
  * Return: the first page, or NULL.
  */

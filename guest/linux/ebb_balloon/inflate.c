@@ -210,7 +210,7 @@ static void ebb_read_target(struct ebb_balloon *eb)
 	WRITE_ONCE(eb->yielding, false);
 	if (target != eb->target) {
 		eb->shortage_told = false;
-		eb->order = min_t(unsigned int, READ_ONCE(ebb_max_order), EBB_LARGEST_ORDER);
+		eb->order = ebb_largest_order();
 	}
 	/* A part of a page cannot be inflated. */
 	eb->target = round_down(target, 1U << EBB_UNIT_SHIFT);
@@ -278,7 +278,7 @@ static void ebb_size_work(struct work_struct *work)
 			dev_info(&eb->vdev->dev, "no memory for the balloon at the moment, %llu KiB short\n",
 				 (eb->target - eb->units - eb->inflating) << 2);
 		eb->shortage_told = true;
-		eb->order = min_t(unsigned int, READ_ONCE(ebb_max_order), EBB_LARGEST_ORDER);
+		eb->order = ebb_largest_order();
 		ebb_again(eb, SHORTAGE_MS);
 		break;
 	case STEP_ISOLATED:
