@@ -65,6 +65,16 @@ impl Vm {
     }
 
     pub(super) fn set_balloon(&self, target: &BalloonTarget) -> Result<(), ControlError> {
+        self.change_balloon(None, target.target_bytes).map(drop)
+    }
+
+    /// Sets the balloon's target, if it is still `former_bytes` where one is given; returns whether
+    /// it was.
+    pub(super) fn change_balloon(
+        &self,
+        former_bytes: Option<u64>,
+        target_bytes: u64,
+    ) -> Result<bool, ControlError> {
         let invalid = |message: String| ControlError::Invalid {
             field: "target_bytes",
             message,
@@ -74,15 +84,17 @@ impl Vm {
         };
         let _kept = self.not_given_away()?;
         let mut transport = lock(self.balloon_transport()?);
-        let target_bytes = target.target_bytes;
         if !target_bytes.is_multiple_of(PAGE_SIZE_BYTES) {
             return Err(invalid(format!("{target_bytes} bytes are not a whole number of pages")));
         }
         let balloon = transport.device_mut().balloon_mut();
+        if former_bytes.is_some_and(|former| former != balloon.target_bytes()) {
+            return Ok(false);
+        }
         if balloon.set_target_bytes(target_bytes).map_err(|error| invalid(error.to_string()))? {
             transport.config_changed();
         }
-        Ok(())
+        Ok(true)
     }
 
     pub(super) fn statistics(&self, max_age: Option<Duration>) -> Result<Outcome, ControlError> {

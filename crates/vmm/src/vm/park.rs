@@ -16,7 +16,7 @@ use self::pulse::{Next, Sample};
 use super::balloon::info;
 use super::task::{Task, TaskKind, Ticket};
 use super::{SharedTransport, Vm, lock};
-use crate::api::balloon::{BalloonFeature, BalloonState, BalloonTarget};
+use crate::api::balloon::{BalloonFeature, BalloonState};
 use crate::api::control::{ControlError, Document, Outcome, Wait};
 use crate::api::free_pages::{ReclaimRequest, RequestStatus};
 use crate::api::park::{
@@ -24,11 +24,15 @@ use crate::api::park::{
 };
 use crate::api::vm::VmState;
 
-/// Interval of looks at the guest.
+/// Interval of looks for an answer of the guest.
 const POLL: Duration = Duration::from_millis(5);
-/// A balloon that has made no progress for so long makes none any more: Linux's driver rests for
-/// 200 ms after a failed allocation (`fill_balloon`, drivers/virtio/virtio_balloon.c).
-const NO_PROGRESS: Duration = Duration::from_secs(1);
+/// Time between looks at the balloon.
+const LOOK: Duration = Duration::from_millis(20);
+/// A balloon that has made no progress in so many looks, at least a second, makes none any more:
+/// Linux's driver rests for 200 ms after a failed allocation (`fill_balloon`,
+/// drivers/virtio/virtio_balloon.c). Looks are counted and not time, because a look waits while the
+/// host discards what the guest has given, and the guest can give no more then.
+const NO_PROGRESS_LOOKS: u32 = 50;
 
 /// The last parking.
 #[derive(Clone)]
@@ -194,10 +198,9 @@ impl Vm {
         // Deflating takes about as long.
         let half = Instant::now() + deadline.saturating_duration_since(Instant::now()) / 2;
         let ended = pulse.inflate(&first, keep_bytes, half, ticket);
-        if !pulse.is_ours() {
-            return Ended::stopped("the balloon's target was changed");
+        if !pulse.end() {
+            return changed();
         }
-        pulse.end();
         match pulse.wait_for_deflation(deadline, ticket) {
             None => ended,
             Some(left) => left,
@@ -258,6 +261,11 @@ impl Parked {
     }
 }
 
+/// Another client has set the balloon's target.
+fn changed() -> Ended {
+    Ended::stopped("the balloon's target was changed")
+}
+
 /// A balloon that is larger than its user wanted. Dropping it gives the memory back to the guest.
 struct Pulse<'a> {
     vm: &'a Vm,
@@ -277,7 +285,7 @@ impl Pulse<'_> {
         ticket: &Ticket,
     ) -> Ended {
         let (mut last, mut now) = (*first, *first);
-        let mut changed_at = Instant::now();
+        let mut unchanged = 0;
         loop {
             match pulse::next(first, &last, &now, self.target_bytes, keep_bytes) {
                 Next::Inflate(bytes) => {
@@ -285,10 +293,12 @@ impl Pulse<'_> {
                     if target_bytes <= self.target_bytes {
                         return Ended::DONE;
                     }
-                    if let Err(error) = self.set(target_bytes) {
-                        return Ended::stopped(error.to_string());
+                    match self.set(target_bytes) {
+                        Ok(true) => {}
+                        Ok(false) => return changed(),
+                        Err(error) => return Ended::stopped(error.to_string()),
                     }
-                    changed_at = Instant::now();
+                    unchanged = 0;
                 }
                 Next::Wait => {}
                 Next::Done => return Ended::DONE,
@@ -299,31 +309,32 @@ impl Pulse<'_> {
                     return Ended::skipped(format!("the guest does not report its {what}"));
                 }
             }
-            if changed_at.elapsed() >= NO_PROGRESS {
+            if unchanged == NO_PROGRESS_LOOKS {
                 return Ended(ParkStageEnd::Done, Some("the guest gives no more".to_owned()));
             }
             if Instant::now() >= deadline {
                 return Ended::timeout("the guest could have given more");
             }
-            std::thread::park_timeout(POLL);
+            std::thread::park_timeout(LOOK);
             last = now;
             now = match self.vm.sample(ticket) {
                 Ok(sample) => sample,
                 Err(error) => return Ended::stopped(error.to_string()),
             };
             if !self.is_ours() {
-                return Ended::stopped("the balloon's target was changed");
+                return changed();
             }
-            if pulse::has_progressed(&last, &now) {
-                changed_at = Instant::now();
-            }
+            unchanged = if pulse::has_progressed(&last, &now) { 0 } else { unchanged + 1 };
         }
     }
 
-    fn set(&mut self, target_bytes: u64) -> Result<(), ControlError> {
-        self.vm.set_balloon(&BalloonTarget { target_bytes })?;
-        self.target_bytes = target_bytes;
-        Ok(())
+    /// Sets the target, unless another client has; returns whether it did.
+    fn set(&mut self, target_bytes: u64) -> Result<bool, ControlError> {
+        let is_ours = self.vm.change_balloon(Some(self.target_bytes), target_bytes)?;
+        if is_ours {
+            self.target_bytes = target_bytes;
+        }
+        Ok(is_ours)
     }
 
     /// Whether the target is still the one that this pulse has set.
@@ -331,42 +342,41 @@ impl Pulse<'_> {
         info(&lock(self.transport)).target_bytes == self.target_bytes
     }
 
-    /// Gives the memory back, unless the target is another one by now.
-    fn end(&mut self) {
-        if self.target_bytes != self.idle_bytes && self.is_ours() {
+    /// Gives the memory back, unless the target is another one by now; returns whether it is not.
+    fn end(&mut self) -> bool {
+        if self.target_bytes != self.idle_bytes {
             // What is kept back for a whole huge page would not be discarded after it has left.
             lock(self.transport).device_mut().flush();
-            // Refused only if the machine has become another monitor's.
-            let _ = self.set(self.idle_bytes);
         }
+        // An error means that the machine has become another monitor's.
+        self.set(self.idle_bytes).unwrap_or(true)
     }
 
     /// Waits until the guest has its memory back; returns why it has not.
     fn wait_for_deflation(&self, deadline: Instant, ticket: &Ticket) -> Option<Ended> {
-        let (mut size, mut changed_at) = (u64::MAX, Instant::now());
+        let (mut size, mut unchanged) = (u64::MAX, 0);
         loop {
             let balloon = info(&lock(self.transport));
             if balloon.actual_bytes <= self.idle_bytes || ticket.is_cancelled() {
                 return None;
             }
-            if balloon.actual_bytes != size {
-                (size, changed_at) = (balloon.actual_bytes, Instant::now());
-            }
+            unchanged = if balloon.actual_bytes == size { unchanged + 1 } else { 0 };
+            size = balloon.actual_bytes;
             let rest = || format!("{} bytes are still in the balloon", size - self.idle_bytes);
             if Instant::now() >= deadline {
                 return Some(Ended::timeout(rest()));
             }
-            if changed_at.elapsed() >= NO_PROGRESS {
+            if unchanged == NO_PROGRESS_LOOKS {
                 return Some(Ended::stopped(rest()));
             }
-            std::thread::park_timeout(POLL);
+            std::thread::park_timeout(LOOK);
         }
     }
 }
 
 impl Drop for Pulse<'_> {
     fn drop(&mut self) {
-        self.end();
+        let _ = self.end();
     }
 }
 
