@@ -20,7 +20,7 @@ MODULE_DIRECTORY = target/ebb_balloon/$(MODULE_KERNEL)
 MODULE = $(MODULE_DIRECTORY)/ebb_balloon.ko
 
 .PHONY: help deps build deb module module-of-kernel planted-bug demo test test-long test-clients
-.PHONY: test-kernels bench lint style fmt doc fuzz clean
+.PHONY: test-kernels module-debug bench lint style fmt doc fuzz clean
 
 help:
 	@echo 'make demo    install the dependencies, build, and run the main experiment on real Linux'
@@ -31,6 +31,8 @@ help:
 	@echo '             root; the first run compiles a kernel (minutes)'
 	@echo 'make test-kernels  the tests of the modules on newer kernels, from backports; as root'
 	@echo '             (HOST=trixie: all tests, on a virtual host with the kernel of its backports)'
+	@echo 'make module-debug  the tests of the modules on a kernel with KASAN, lockdep and other'
+	@echo '             checks; the first run compiles it (half an hour)'
 	@echo 'make build   the release programs in $(PROGRAMS):'
 	@echo '             ebb, ebb-lab, ebb-agent, ebb-guest-agent; and the module'
 	@echo 'make deb     the Debian packages ebb, ebb-guest-agent and ebb-balloon-dkms, in target/deb'
@@ -119,6 +121,11 @@ test-clients:
 test-kernels:
 	$(CARGO) build --locked -p ebb -p ebb-agent -p ebb-guest-agent
 	scripts/test-kernels.sh $(if $(HOST),--host $(HOST),$(or $(KERNELS),'')) $(TESTS)
+
+# TESTS=NAME for tests with this name.
+module-debug:
+	$(CARGO) build --locked -p ebb -p ebb-agent -p ebb-guest-agent
+	scripts/module-debug.sh $(TESTS)
 
 bench:
 	$(CARGO) bench --locked -p ebb-balloon -p ebb-guest-ram -p ebb-migration -p ebb-page-merge

@@ -159,7 +159,8 @@ impl Test {
     /// The test for libtest-mimic; without a world it can only be listed.
     pub fn trial(&self, world: Option<World>) -> Trial {
         let (name, body) = (self.name, self.body);
-        let limit = Duration::from_secs(self.limit_s) * counts(1, LONG_LIMITS);
+        let slow = is_long() || debug_mib() > 0;
+        let limit = Duration::from_secs(self.limit_s) * if slow { LONG_LIMITS } else { 1 };
         let needs = self.needs;
         Trial::test(name, move || {
             let world = world.ok_or("no environment for guests")?;
@@ -222,14 +223,24 @@ impl Needs {
     }
 }
 
-/// Set to `long` for the full counts (`make test-long`).
+/// Set to `long` for the full counts (`make test-long`), to `debug` for guests whose kernel checks
+/// itself (`make module-debug`).
 pub const RUN_VARIABLE: &str = "EBB_TESTS";
-/// Factor of the tests' time limits in a long run.
+/// Factor of the tests' time limits in both.
 const LONG_LIMITS: u32 = 6;
+
+fn is_run(kind: &str) -> bool {
+    std::env::var(RUN_VARIABLE).is_ok_and(|run| run == kind)
+}
+
+/// Additional memory of the guests, for their kernel's checks.
+pub fn debug_mib() -> u64 {
+    if is_run("debug") { 256 } else { 0 }
+}
 
 /// Whether this is a long run.
 pub fn is_long() -> bool {
-    std::env::var(RUN_VARIABLE).is_ok_and(|run| run == "long")
+    is_run("long")
 }
 
 /// A count, size or time of a test: `short` in an ordinary run, which covers every mechanism;

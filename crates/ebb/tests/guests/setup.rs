@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command as Program;
 
 use crate::guest::Guest;
-use crate::harness::Scene;
+use crate::harness::{Scene, debug_mib};
 
 /// Kernel arguments for a fast boot (docs/boot.md), and for an end instead of a hang after a crash.
 pub const CMDLINE: &str = "console=ttyS0 quiet loglevel=1 panic=-1 mitigations=off nokaslr \
@@ -133,7 +133,8 @@ impl<'a> Setup<'a> {
         };
         let cmdline = format!("{CMDLINE} {clock}{}", self.words);
         program.arg("run").arg("--kernel").arg(&self.kernel).arg("--initrd").arg(&self.initrd);
-        program.args(["--cmdline", &cmdline, "--memory", &self.memory, "--balloon", &self.balloon]);
+        let memory = with_more(&self.memory, debug_mib());
+        program.args(["--cmdline", &cmdline, "--memory", &memory, "--balloon", &self.balloon]);
         program.args(["--serial", &self.serial, "--api"]).arg(&self.socket).args(&self.arguments);
         program
     }
@@ -157,5 +158,14 @@ impl<'a> Setup<'a> {
         let mut guest = self.spawn();
         guest.wait_api();
         guest
+    }
+}
+
+/// The value of `--memory` with more memory, if its size is in MiB.
+fn with_more(memory: &str, more_mib: u64) -> String {
+    let size = memory.strip_prefix("size=").and_then(|rest| rest.split_once('M'));
+    match size.and_then(|(number, rest)| Some((number.parse::<u64>().ok()?, rest))) {
+        Some((mib, rest)) if more_mib > 0 => format!("size={}M{rest}", mib + more_mib),
+        _ => memory.to_owned(),
     }
 }
