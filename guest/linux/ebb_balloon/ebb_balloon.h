@@ -291,10 +291,9 @@ struct ebb_balloon {
 
 	struct ebb_hinting hinting;
 
-	/* Reports: one at a time, and when the last one ended. */
+	/* Reports: one at a time. */
 	wait_queue_head_t report_wait;
 	unsigned long report_busy;
-	unsigned long report_ended;
 	/* The queue, and @report_done. */
 	spinlock_t report_lock;
 	bool report_done;
@@ -400,6 +399,7 @@ void ebb_early_show(struct seq_file *m);
 
 /* reporting.c */
 void ebb_reporting_wait(void);
+bool ebb_reporting_runs(void);
 
 /* report_now.c */
 int ebb_report_now_init(struct ebb_balloon *eb);

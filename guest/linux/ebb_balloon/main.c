@@ -330,7 +330,6 @@ static int ebb_probe(struct virtio_device *vdev)
 	mutex_init(&eb->stop_mutex);
 	init_waitqueue_head(&eb->acked);
 	init_waitqueue_head(&eb->report_wait);
-	eb->report_ended = jiffies - HZ;
 	INIT_WORK(&eb->failed_work, ebb_failed_work);
 	ebb_move_init(eb);
 	ebb_size_init(eb);

@@ -94,7 +94,6 @@ EXPORT_SYMBOL_GPL(ebb_report_begin);
 void ebb_report_end(struct ebb_balloon *eb)
 {
 	WRITE_ONCE(ebb_reporter, NULL);
-	WRITE_ONCE(eb->report_ended, jiffies);
 	clear_bit_unlock(0, &eb->report_busy);
 	wake_up_all(&eb->report_wait);
 }

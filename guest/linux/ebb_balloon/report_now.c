@@ -14,6 +14,7 @@
 #include "counts.h"
 #include "ebb_balloon.h"
 #include "isolate.h"
+#include "symbols.h"
 #include "walk.h"
 
 /* Number of a request of the driver's own. */
@@ -22,8 +23,6 @@
 #define REST		(2 * HZ)
 /* Longest time that the guest waits for a report when it is out of memory. */
 #define LONGEST_WAIT	(5 * HZ)
-/* Time after a report in which its blocks may not be back on the free lists yet. */
-#define RETURN_TIME	(HZ / 10)
 
 /**
  * struct ebb_report_now - what is reported on request
@@ -168,6 +167,9 @@ static void ebb_now_work(struct work_struct *work)
 
 	/* Where blocks cannot be taken directly, alloc_pages() might have to clear them first. */
 	complete = now->eb->direct;
+	/* Up to an eighth of a zone since Linux 6.7 (nr_pcp_high()). */
+	if (complete && id != EARLY_ID)
+		ebb_symbols.drain_all_pages(NULL);
 	ebb_walk_begin(&now->walk, page_shift);
 	while (complete && READ_ONCE(now->wanted) == id && ebb_walk_step(&now->walk)) {
 		complete = ebb_now_report(now, id);
@@ -279,24 +281,33 @@ bool ebb_report_now_ended(struct ebb_balloon *eb, u64 id, bool *complete)
 	return ended;
 }
 
+/* The kernel's own reporting has blocks before and after it reports them. */
+static bool ebb_blocks_are_out(void)
+{
+	return atomic64_read(&ebb_counts.isolated_now) || ebb_reporting_runs();
+}
+
 /*
  * What is being reported, here or by a tracker, is missing only for a moment and
- * no reason to kill a program: the end of a report is waited for. The kernel's own
- * reporting puts its blocks back a little later.
+ * no reason to kill a program: it is waited for.
  */
 static int ebb_now_oom(struct notifier_block *notifier, unsigned long unused, void *data)
 {
 	struct ebb_report_now *now = container_of(notifier, struct ebb_report_now, oom);
-	struct ebb_balloon *eb = now->eb;
-	unsigned long ended = READ_ONCE(eb->report_ended);
+	atomic64_t *reports = &now->eb->counters[EBB_REPORTS];
+	unsigned long end = jiffies + LONGEST_WAIT;
+	s64 before = atomic64_read(reports);
 	unsigned long *freed = data;
 
 	WRITE_ONCE(now->rest, jiffies + REST);
-	if (atomic64_read(&ebb_counts.isolated_now))
-		wait_event_idle_timeout(eb->report_wait, READ_ONCE(eb->broken) ||
-					READ_ONCE(eb->report_ended) != ended, LONGEST_WAIT);
-	if (time_before(jiffies, READ_ONCE(eb->report_ended) + RETURN_TIME))
-		*freed += 1;
+	while (ebb_blocks_are_out() && time_before(jiffies, end)) {
+		wait_event_idle_timeout(now->eb->report_wait, atomic64_read(reports) != before,
+					msecs_to_jiffies(20));
+		if (atomic64_read(reports) != before || !ebb_blocks_are_out()) {
+			*freed += 1;
+			break;
+		}
+	}
 	return NOTIFY_OK;
 }
 

@@ -92,6 +92,13 @@ void ebb_reporting_wait(void)
 		flush_work(&ebb_reporting_info.work.work);
 }
 
+/* Whether a pass of the kernel's own reporting is under way. */
+bool ebb_reporting_runs(void)
+{
+	return ebb_kernel_marks() &&
+	       work_busy(&ebb_reporting_info.work.work) & WORK_BUSY_RUNNING;
+}
+
 bool ebb_kernel_marks(void)
 {
 	return READ_ONCE(ebb_reporting_was_used);

@@ -76,6 +76,9 @@ static const char *ebb_symbols_look_up(void)
 	found.migratetype = ebb_symbol(EBB_MIGRATETYPE_FUNCTION);
 	if (!found.migratetype)
 		return "this kernel has no " EBB_MIGRATETYPE_FUNCTION "()";
+	found.drain_all_pages = ebb_symbol("drain_all_pages");
+	if (!found.drain_all_pages)
+		return "this kernel has no drain_all_pages()";
 	ebb_symbols = found;
 	return NULL;
 }

@@ -18,6 +18,8 @@
  *	zone's lock, with the migrate type that the page block has then.
  * @migratetype: get_pfnblock_migratetype(), or get_pfnblock_flags_mask() of
  *	kernels before 6.17
+ * @drain_all_pages: drain_all_pages(): puts the pages in the lists of processors
+ *	on the free lists. NULL stands for all zones. Sleeps.
  */
 struct ebb_symbols {
 	int (*isolate_free_page)(struct page *page, unsigned int order);
@@ -27,6 +29,7 @@ struct ebb_symbols {
 #else
 	typeof(get_pfnblock_migratetype) *migratetype;
 #endif
+	void (*drain_all_pages)(struct zone *zone);
 };
 
 /* Filled in by ebb_symbols_find(); all or nothing. */

@@ -16,13 +16,13 @@ use ebb_vmm::api::{BalloonInfo, Client, ClientError, StatisticsDocument, VmInfo}
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::harness::{Guests, eventually, when};
+use crate::harness::{Guests, eventually, limit, when};
 
 /// Time limit from the start of the monitor to the agent's first message; it takes about 2 s in a
 /// virtual host on an idle machine.
 const BOOT_LIMIT_S: u64 = 60;
 /// Time limit for a command of the agent.
-const COMMAND_LIMIT: Duration = Duration::from_secs(60);
+const COMMAND_LIMIT_S: u64 = 60;
 /// Time limit for an answer of the API.
 const API_LIMIT: Duration = Duration::from_secs(10);
 /// Time limit for the end of a monitor whose guest has ended.
@@ -151,11 +151,9 @@ impl Guest {
     /// Waits for the agent's "ready" message number `count` and returns it.
     #[track_caller]
     pub fn wait_ready(&self, count: usize) -> Event {
-        self.wait(
-            Duration::from_secs(BOOT_LIMIT_S),
-            &format!("start number {count} of the agent"),
-            |said| said.starts().nth(count - 1).map(|arrival| arrival.event.clone()),
-        )
+        self.wait(limit(BOOT_LIMIT_S), &format!("start number {count} of the agent"), |said| {
+            said.starts().nth(count - 1).map(|arrival| arrival.event.clone())
+        })
     }
 
     /// Number of the agent's "ready" messages.
@@ -209,7 +207,7 @@ impl Guest {
     /// of a snapshot.
     #[track_caller]
     pub fn wait_started(&self, id: u64) {
-        self.wait(COMMAND_LIMIT, &format!("the start of command {id}"), |said| {
+        self.wait(limit(COMMAND_LIMIT_S), &format!("the start of command {id}"), |said| {
             let started = |event: &Event| matches!(event, Event::Started { id: of } if *of == id);
             said.events.iter().any(|arrival| started(&arrival.event)).then_some(())
         });
@@ -218,7 +216,9 @@ impl Guest {
     /// Waits for the end of a command and returns its result.
     #[track_caller]
     pub fn outcome(&self, id: u64) -> Result<Value, String> {
-        self.wait(COMMAND_LIMIT, &format!("the end of command {id}"), |said| end_of(said, id))
+        self.wait(limit(COMMAND_LIMIT_S), &format!("the end of command {id}"), |said| {
+            end_of(said, id)
+        })
     }
 
     /// Runs a command of the agent, which must succeed.

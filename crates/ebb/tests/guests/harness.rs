@@ -159,8 +159,7 @@ impl Test {
     /// The test for libtest-mimic; without a world it can only be listed.
     pub fn trial(&self, world: Option<World>) -> Trial {
         let (name, body) = (self.name, self.body);
-        let slow = is_long() || debug_mib() > 0;
-        let limit = Duration::from_secs(self.limit_s) * if slow { LONG_LIMITS } else { 1 };
+        let limit = limit(self.limit_s) * counts(1, LONG_LIMITS);
         let needs = self.needs;
         Trial::test(name, move || {
             let world = world.ok_or("no environment for guests")?;
@@ -226,16 +225,25 @@ impl Needs {
 /// Set to `long` for the full counts (`make test-long`), to `debug` for guests whose kernel checks
 /// itself (`make module-debug`).
 pub const RUN_VARIABLE: &str = "EBB_TESTS";
-/// Factor of the tests' time limits in both.
+/// Factor of the tests' time limits in a long run.
 const LONG_LIMITS: u32 = 6;
+/// Factor of all time limits with a kernel that checks itself.
+const DEBUG_LIMITS: u32 = 6;
+/// Additional memory of guests with such a kernel.
+const DEBUG_MIB: u64 = 256;
 
 fn is_run(kind: &str) -> bool {
     std::env::var(RUN_VARIABLE).is_ok_and(|run| run == kind)
 }
 
-/// Additional memory of the guests, for their kernel's checks.
-pub fn debug_mib() -> u64 {
-    if is_run("debug") { 256 } else { 0 }
+/// A time limit that ordinary guests meet.
+pub fn limit(seconds: u64) -> Duration {
+    Duration::from_secs(seconds) * if is_run("debug") { DEBUG_LIMITS } else { 1 }
+}
+
+/// Memory that guests need in addition to what a test gives them.
+pub fn additional_mib() -> u64 {
+    if is_run("debug") { DEBUG_MIB } else { 0 }
 }
 
 /// Whether this is a long run.
@@ -360,10 +368,8 @@ pub fn eventually<T>(what: &str, limit_s: u64, mut check: impl FnMut() -> Result
         match check() {
             Ok(found) => return found,
             Err(state) => {
-                assert!(
-                    started.elapsed() < Duration::from_secs(limit_s),
-                    "{what}: not within {limit_s} s: {state}"
-                );
+                let limit = limit(limit_s);
+                assert!(started.elapsed() < limit, "{what}: not within {limit:?}: {state}");
             }
         }
         thread::sleep((started.elapsed() / 8).clamp(POLL[0], POLL[1]));

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command as Program;
 
 use crate::guest::Guest;
-use crate::harness::{Scene, debug_mib};
+use crate::harness::{Scene, additional_mib};
 
 /// Kernel arguments for a fast boot (docs/boot.md), and for an end instead of a hang after a crash.
 pub const CMDLINE: &str = "console=ttyS0 quiet loglevel=1 panic=-1 mitigations=off nokaslr \
@@ -133,7 +133,7 @@ impl<'a> Setup<'a> {
         };
         let cmdline = format!("{CMDLINE} {clock}{}", self.words);
         program.arg("run").arg("--kernel").arg(&self.kernel).arg("--initrd").arg(&self.initrd);
-        let memory = with_more(&self.memory, debug_mib());
+        let memory = with_more(&self.memory, additional_mib());
         program.args(["--cmdline", &cmdline, "--memory", &memory, "--balloon", &self.balloon]);
         program.args(["--serial", &self.serial, "--api"]).arg(&self.socket).args(&self.arguments);
         program
