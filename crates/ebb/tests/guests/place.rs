@@ -21,6 +21,9 @@ use crate::harness::{
 };
 use crate::trace::Trace;
 
+/// What the host's kernel says of a timer of the emulator that has not fired (Linux's
+/// kernel/rcu/tree_stall.h).
+const LOST_TIMER: &str = "timer wakeup didn't happen";
 /// Environment variable that is set in the virtual host.
 const INSIDE: &str = "EBB_GUEST_TESTS_INSIDE";
 /// Environment variable with the comma-separated names of the tests to run in the virtual host.
@@ -202,7 +205,7 @@ fn write_image(
 
 /// Reason why the tests have no result.
 enum Failure {
-    /// The virtual host ended by itself.
+    /// The virtual host ended by itself, or did not boot because the emulator lost a timer.
     HostEnded(String),
     /// Another error.
     Other(String),
@@ -210,9 +213,12 @@ enum Failure {
 
 impl From<HostError> for Failure {
     fn from(error: HostError) -> Self {
-        match error {
+        match &error {
             HostError::Ended { .. } => Self::HostEnded(error.to_string()),
-            other => Self::Other(other.to_string()),
+            HostError::BootTimeout { console, .. } if console.contains(LOST_TIMER) => {
+                Self::HostEnded(error.to_string())
+            }
+            _ => Self::Other(error.to_string()),
         }
     }
 }
