@@ -229,7 +229,7 @@ struct ebb_balloon {
 	/* Bits of the negotiated encodings, 0 without messages. */
 	u8 negotiated;
 	bool deflate_on_oom;
-	/* Whole blocks are taken directly off the allocator's lists. */
+	/* Blocks are taken directly off the allocator's lists. */
 	bool direct;
 
 	/*
