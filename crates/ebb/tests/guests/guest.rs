@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 use std::fs;
+use std::mem;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Command as Program, ExitStatus};
@@ -111,6 +112,9 @@ impl Handle {
 /// A running guest; killed and waited for when dropped.
 pub struct Guest {
     process: GuestProcess,
+    /// Output before it moved here. Its last line may end here: a migration stops a guest in the
+    /// middle of what it says.
+    before: Said,
     handle: Handle,
     guests: Arc<Guests>,
     status: Option<ExitStatus>,
@@ -130,7 +134,30 @@ impl Guest {
             triple_fault_asked: Arc::default(),
         };
         guests.add(handle.clone());
-        Self { process, handle, guests: guests.clone(), status: None }
+        let before = Said::default();
+        Self { process, before, handle, guests: guests.clone(), status: None }
+    }
+
+    /// Takes over what the same guest has said in `source`, whose monitor has ended.
+    pub fn continue_from(&mut self, mut source: Self) {
+        self.before = mem::take(&mut source.before);
+        let last = mem::take(&mut *source.handle.transcript.lock());
+        self.before.events.extend(last.events);
+        self.before.console = last.console;
+        self.before.unfinished = last.unfinished;
+    }
+
+    /// The last lines of the console that are no events, beginning with those before the guest
+    /// moved here.
+    pub fn console_lines(&self) -> Vec<String> {
+        let said = self.handle.transcript.lock();
+        let mut lines: Vec<String> = self.before.console.lines().map(str::to_owned).collect();
+        let mut here = said.console.lines();
+        if let (Some(line), true) = (lines.last_mut(), self.before.unfinished.is_some()) {
+            line.push_str(here.next().unwrap_or_default());
+        }
+        lines.extend(here.map(str::to_owned));
+        lines
     }
 
     /// The monitor's process.
@@ -200,7 +227,21 @@ impl Guest {
 
     /// The result of a command, if it has ended.
     pub fn poll(&self, id: u64) -> Option<Result<Value, String>> {
-        end_of(&self.handle.transcript.lock(), id)
+        self.end_of(&self.handle.transcript.lock(), id)
+    }
+
+    /// The result of a command that has ended here or before the guest moved here.
+    fn end_of(&self, said: &Said, id: u64) -> Option<Result<Value, String>> {
+        let whole = said.end_of(id).or_else(|| self.before.end_of(id));
+        if let Some((_, outcome)) = whole {
+            return Some(outcome.map(|(_, result)| result.clone()).map_err(str::to_owned));
+        }
+        let line = [self.before.unfinished.as_deref()?, said.console.lines().next()?].concat();
+        match Event::from_line(line.as_bytes())? {
+            Event::Done { id: of, result, .. } if of == id => Some(Ok(result)),
+            Event::Failed { id: of, error } if of == id => Some(Err(error)),
+            _ => None,
+        }
     }
 
     /// Waits until the agent has accepted a command: a command in transit to the guest is not part
@@ -217,7 +258,7 @@ impl Guest {
     #[track_caller]
     pub fn outcome(&self, id: u64) -> Result<Value, String> {
         self.wait(limit(COMMAND_LIMIT_S), &format!("the end of command {id}"), |said| {
-            end_of(said, id)
+            self.end_of(said, id)
         })
     }
 
@@ -425,11 +466,6 @@ impl Drop for Guest {
             }
         }
     }
-}
-
-fn end_of(said: &Said, id: u64) -> Option<Result<Value, String>> {
-    let (_, outcome) = said.end_of(id)?;
-    Some(outcome.map(|(_, result)| result.clone()).map_err(str::to_owned))
 }
 
 /// Name, processor time and wait channel of each thread.

@@ -9,9 +9,7 @@ use crate::clocks::{complaints, watch, watched, watched_since};
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, WRONG_CONTENT, counts, eventually, when};
 use crate::module_support::Module;
-use crate::moved::{
-    MIGRATED, Migrate, Receive, Route, move_and_look_back, move_to, number, wait_sending,
-};
+use crate::moved::{MIGRATED, Migrate, Receive, Route, move_to, number, wait_sending};
 use crate::setup::Setup;
 
 /// The tests.
@@ -91,9 +89,19 @@ fn everything_goes_on(scene: &Scene) {
     let argv = ["/bin/busybox", "sh", "-c", script].map(str::to_owned).to_vec();
     assert_eq!(guest.run(Command::Exec { argv })["code"], 0);
 
-    // Again, over another transport, with several streams.
+    // Again, over another transport, with several streams, while the guest prints.
+    let script = "n=0; until [ -e /tmp/quiet ]; do echo line $((n += 1)); sleep 0.1; done";
+    let argv = ["/bin/busybox", "sh", "-c", &format!("({script}) >/dev/console")];
+    let printing = guest.send(Command::Exec { argv: argv.map(str::to_owned).to_vec() });
     let third = Receive::new(scene, "third", Route::Tcp).args(["--disk", &image]);
     let (mut guest, _) = move_to(third, guest, ["--streams", "3"]);
+    guest.write_file("/tmp/quiet", "");
+    assert_eq!(guest.outcome(printing).unwrap()["code"], 0);
+    // None is lost, and none comes twice.
+    let lines = guest.console_lines();
+    let numbers = lines.iter().filter_map(|line| line.strip_prefix("line ")?.parse::<u32>().ok());
+    let numbers: Vec<_> = numbers.collect();
+    assert!(numbers.len() > 3 && numbers.windows(2).all(|two| two[1] == two[0] + 1), "{lines:?}");
     check_memory(&guest);
     let reported = guest.metric("ebb_balloon_reported_bytes_total");
     guest.run(Command::AllocTouchExit { bytes: 150 * MIB });
@@ -132,13 +140,12 @@ fn move_often(scene: &Scene, cpus: &str) {
         // The balloon changes, too.
         guest.set_target([0, 48 * MIB, 16 * MIB][round % 3]);
         let name = format!("monitor{round}");
-        let (moved, report, before) =
-            move_and_look_back(Receive::new(scene, &name, route), guest, options);
+        let (moved, report) = move_to(Receive::new(scene, &name, route), guest, options);
         guest = moved;
         assert!(number(&report, "rounds") >= 2, "{report}");
         seen = watched_since(&guest, &seen);
         check_memory(&guest);
-        match before.poll(work).or_else(|| guest.poll(work)) {
+        match guest.poll(work) {
             None => moves_at_work += 1,
             Some(outcome) => {
                 checked += checked_pages(&outcome.unwrap());

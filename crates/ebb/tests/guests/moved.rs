@@ -121,30 +121,19 @@ impl Migrate {
 #[track_caller]
 pub fn move_to<S: AsRef<OsStr>>(
     receive: Receive<'_>,
-    guest: Guest,
-    arguments: impl IntoIterator<Item = S>,
-) -> (Guest, Value) {
-    let (receiver, report, _) = move_and_look_back(receive, guest, arguments);
-    (receiver, report)
-}
-
-/// As [`move_to`]; also returns the guest at the source, with its messages there: a command may
-/// have ended during the migration.
-#[track_caller]
-pub fn move_and_look_back<S: AsRef<OsStr>>(
-    receive: Receive<'_>,
     mut guest: Guest,
     arguments: impl IntoIterator<Item = S>,
-) -> (Guest, Value, Guest) {
+) -> (Guest, Value) {
     let scene = receive.scene;
-    let (receiver, address) = receive.start();
+    let (mut receiver, address) = receive.start();
     let (code, report, said) = Migrate::new(scene, &guest, &address).args(arguments).run();
     assert_eq!(code, Some(0), "{report} {said}");
     assert_eq!(report["status"], "completed", "{report}");
     let (code, log) = guest.wait_end();
     assert_eq!(code, Some(MIGRATED), "{log}");
     assert!(!guest.socket().exists(), "the source's socket is left behind");
-    (receiver, report, guest)
+    receiver.continue_from(guest);
+    (receiver, report)
 }
 
 /// A numeric field of a report.

@@ -18,6 +18,8 @@ pub enum Line {
     Event(Box<Event>),
     /// Any other line, including damaged events.
     Text(String),
+    /// Text at the end of the console that no end of line follows.
+    Unfinished(String),
 }
 
 /// Classifies a line without its end.
@@ -38,7 +40,10 @@ pub fn read_line(reader: &mut impl BufRead, marked: &mut impl FnMut()) -> io::Re
     loop {
         let available = reader.fill_buf()?;
         if available.is_empty() {
-            return Ok((!line.is_empty()).then(|| classify(&line)));
+            return Ok((!line.is_empty()).then(|| match classify(&line) {
+                Line::Text(_) => Line::Unfinished(String::from_utf8_lossy(&line).into_owned()),
+                line => line,
+            }));
         }
         let room = LONGEST_LINE_BYTES - line.len();
         let end = available.iter().take(room).position(|&byte| byte == b'\n');
@@ -109,7 +114,7 @@ mod tests {
                 Line::Text("[0.1] Linux".to_owned()),
                 Line::Event(Box::new(event)),
                 Line::Text("\u{1e}{\"damaged".to_owned()),
-                Line::Text("last words".to_owned())
+                Line::Unfinished("last words".to_owned())
             ]
         );
     }
@@ -138,7 +143,7 @@ mod tests {
         let endless = vec![b'x'; LONGEST_LINE_BYTES + 10];
         let cut = lines(&endless);
         assert_eq!(cut.len(), 2);
-        assert_eq!(cut[1], Line::Text("x".repeat(10)));
+        assert_eq!(cut[1], Line::Unfinished("x".repeat(10)));
     }
 
     #[test]

@@ -36,6 +36,9 @@ pub struct Said {
     pub events: Vec<Arrival>,
     /// Other lines of the console.
     pub console: Tail,
+    /// The last of them, if no end of line follows: a guest that moves to another monitor ends the
+    /// line there.
+    pub unfinished: Option<String>,
     /// The monitor's log.
     pub log: Tail,
     /// Total number of bytes of the log.
@@ -125,6 +128,10 @@ impl Transcript {
                     said.events.push(Arrival { begun, at: Instant::now(), event: *event });
                 }
                 Line::Text(text) => said.console.push(text),
+                Line::Unfinished(text) => {
+                    said.console.push(text.clone());
+                    said.unfinished = Some(text);
+                }
             });
         }
         self.update(|said| said.console_closed = true);
