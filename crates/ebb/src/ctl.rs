@@ -181,7 +181,7 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         Command::Park(args) => args.time_limit_seconds(),
         _ => 5,
     };
-    let client = Client::new(args.socket, Duration::from_secs(args.timeout.unwrap_or(usual)));
+    let client = Client::new(&args.socket, Duration::from_secs(args.timeout.unwrap_or(usual)));
     let form = if args.json { Form::Json } else { Form::Table };
     match args.command {
         Command::Vm => show(out, form, &client.get("/vm")?, vm_rows),
@@ -189,7 +189,9 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         Command::Resume => show(out, form, &client.put("/vm/resume")?, state_row),
         Command::PowerButton => show(out, form, &client.put("/vm/power-button")?, state_row),
         Command::Trim => show(out, form, &trim(&client)?, trim_rows),
-        Command::Park(args) => show(out, form, &park::execute(&args, &client)?, park::rows),
+        Command::Park(park) => {
+            show(out, form, &park::execute(&park, &args.socket, &client)?, park::rows)
+        }
         Command::Unpark => show(out, form, &client.get("/vm/park")?, park::status_rows),
         Command::Snapshot { file } => {
             show(out, form, &take_snapshot(&client, &file)?, snapshot_rows)

@@ -8,8 +8,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use ebb_guest_agent::channel::Channel;
-use ebb_guest_agent::wire::PORT;
+use ebb_guest_agent::wire::{Control, Ended, Exec, Frame, PORT, Request};
 use ebb_vmm::api::{Client, VmInfo};
+use rustix::event::{PollFd, Timespec, poll};
+use rustix::io::Errno;
 
 /// Time for the monitor and the guest to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -17,6 +19,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const RETRY: Duration = Duration::from_millis(100);
 /// Longest line of the monitor's answer.
 const MAX_LINE_BYTES: usize = 32;
+/// How much of a command's standard error is kept.
+const MAX_ERRORS_BYTES: usize = 4096;
 
 /// How the guest's agent is reached.
 #[derive(Debug, clap::Args)]
@@ -30,6 +34,12 @@ pub struct GuestArgs {
     /// Wait up to SECONDS for a guest that is booting
     #[arg(long, value_name = "SECONDS", default_value_t = 0)]
     wait: u64,
+}
+
+impl Default for GuestArgs {
+    fn default() -> Self {
+        Self { vsock: false, port: PORT, wait: 0 }
+    }
 }
 
 /// Connects to the agent of the machine behind `socket`.
@@ -85,6 +95,51 @@ fn dial(path: &Path, port: u32) -> anyhow::Result<Channel> {
     }
     stream.set_read_timeout(None).with_context(describe)?;
     Channel::new(OwnedFd::from(stream)).with_context(describe)
+}
+
+/// Runs a command in the guest until `deadline`, after which the agent ends it. Returns how it has
+/// ended, and the beginning of its standard error; nothing after the deadline.
+pub fn run(
+    channel: &mut Channel,
+    argv: Vec<String>,
+    deadline: Instant,
+) -> anyhow::Result<Option<(Ended, String)>> {
+    channel.queue_control(Control::Request(Request::Exec(Exec { argv, ..Exec::default() })));
+    channel.queue_control(Control::InputEnd);
+    let mut errors = Vec::new();
+    loop {
+        while let Some(frame) = channel.next_frame()? {
+            match frame {
+                Frame::Errors(data) => {
+                    let room = MAX_ERRORS_BYTES - errors.len();
+                    errors.extend(data.into_iter().take(room));
+                }
+                Frame::Control(Control::Ended(ended)) => {
+                    return Ok(Some((ended, String::from_utf8_lossy(&errors).into_owned())));
+                }
+                Frame::Control(Control::Failed(failure)) => {
+                    bail!("the agent: {}", ebb_program::printable(&failure.message));
+                }
+                Frame::Control(Control::Started { .. } | Control::Taken { .. })
+                | Frame::Output(_) => {}
+                _ => bail!("the agent does not keep to the protocol"),
+            }
+            if Instant::now() >= deadline {
+                return Ok(None);
+            }
+        }
+        channel.flush()?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Ok(None);
+        }
+        let left = Timespec::try_from(left).context("the time limit")?;
+        match poll(&mut [PollFd::new(&*channel, channel.wanted())], Some(&left)) {
+            Ok(0) | Err(Errno::INTR) => {}
+            Ok(_) => channel.receive()?,
+            Err(error) => return Err(error).context("cannot wait for the agent"),
+        }
+    }
 }
 
 #[cfg(test)]

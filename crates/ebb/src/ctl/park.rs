@@ -1,6 +1,7 @@
 //! Parking an idle machine, and what has happened since.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::Context as _;
 use ebb_vmm::api::{
@@ -12,12 +13,18 @@ use serde::Serialize;
 
 use super::{Row, bytes, duration, row, snapshot_rows, take_snapshot};
 
+mod agent;
+
 /// How far to go, and what follows.
 #[derive(Debug, clap::Args)]
 pub(super) struct ParkArgs {
-    /// Memory that stays available to the guest's programs throughout [default: 32M]
+    /// Memory that stays available to the guest's programs throughout; with --agent, caches that
+    /// stay [default: 24M]
     #[arg(long, value_name = "SIZE")]
     keep: Option<ByteSize>,
+    /// Have the guest's kernel evict caches, through ebb-guest-agent, and not the balloon
+    #[arg(long)]
+    agent: bool,
     /// Time limit for the guest, in milliseconds
     #[arg(
         long,
@@ -51,12 +58,26 @@ pub(super) struct Parked {
     snapshot: Option<SnapshotReport>,
 }
 
-/// Parks the machine, pauses it and writes it to a file.
-pub(super) fn execute(args: &ParkArgs, client: &Client) -> anyhow::Result<Parked> {
+/// Parks the machine behind `socket`, pauses it and writes it to a file.
+pub(super) fn execute(args: &ParkArgs, socket: &Path, client: &Client) -> anyhow::Result<Parked> {
     let default = ParkRequest::default();
     let keep_bytes = args.keep.map_or(default.keep_bytes, ByteSize::bytes);
-    let request = ParkRequest { keep_bytes, timeout_ms: args.timeout_ms };
-    let report = client.put_json("/vm/park", &request)?;
+    let request = ParkRequest { keep_bytes, evict: !args.agent, timeout_ms: args.timeout_ms };
+    let report = if args.agent {
+        let vm: VmInfo = client.get("/vm")?;
+        let limit = Duration::from_millis(args.timeout_ms);
+        let evicted = agent::evict(socket, keep_bytes, limit)?;
+        let left_ms = args.timeout_ms.saturating_sub(evicted.elapsed_us / 1000).max(100);
+        let mut report: ParkReport =
+            client.put_json("/vm/park", &ParkRequest { timeout_ms: left_ms, ..request })?;
+        report.resident_before_bytes = vm.resident_bytes;
+        report.elapsed_us += evicted.elapsed_us;
+        report.stages.retain(|stage| stage.stage != ParkStageName::Evict);
+        report.stages.insert(0, evicted);
+        report
+    } else {
+        client.put_json("/vm/park", &request)?
+    };
     if args.pause {
         client.put::<VmInfo>("/vm/pause").context("the machine is parked, but not paused")?;
     }
@@ -87,8 +108,8 @@ fn report_rows(report: &ParkReport) -> Vec<Row> {
 
 fn stage_row(stage: &ParkStage) -> Row {
     let name = match stage.stage {
-        ParkStageName::Report => "report",
         ParkStageName::Evict => "evict",
+        ParkStageName::Report => "report",
         ParkStageName::Trim => "trim",
     };
     let end = match stage.end {

@@ -176,11 +176,13 @@ fn parking_is_shown_stage_by_stage() {
     assert_eq!(value(&text, "resident"), "120.0 MiB, before 200.0 MiB");
     let paused = machine.json("park --pause");
     assert_eq!((&paused["paused"], &paused["snapshot"]), (&json!(true), &json!(null)));
-    assert_eq!(paused["stages"][1]["returned_bytes"], 68 << 20);
+    assert_eq!(paused["stages"][0]["returned_bytes"], 76 << 20);
     assert_eq!(value(&machine.ctl("vm"), "state"), "paused");
     let text = machine.ctl("unpark");
     assert_eq!(value(&text, "parked"), "1 min 1 s ago");
     assert_eq!(value(&text, "swapped in"), "not reported");
+    let error = machine.error("park --agent");
+    assert!(error.contains("cannot reach the guest"), "{error}");
     for words in ["park --keep much", "park --timeout-ms 99", "park --snapshot"] {
         assert!(parse("s", words).is_err(), "{words}");
     }

@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// Default of the memory that a guest keeps: enough for its services to run.
-const KEEP_BYTES: u64 = 32 << 20;
+const KEEP_BYTES: u64 = 24 << 20;
 /// Default time limit.
 pub const PARK_TIME_LIMIT_MS: u64 = 30 * 1000;
 /// The longest time limit: ten minutes.
@@ -17,6 +17,9 @@ pub struct ParkRequest {
     /// Memory that stays available to the guest's programs throughout, file caches included.
     #[schemars(extend("x-unit" = "bytes"))]
     pub keep_bytes: u64,
+    /// Whether the guest's balloon evicts caches. Without that only what is free and what is zero
+    /// is taken: for a client that has had the guest evict them in another way.
+    pub evict: bool,
     /// Time limit for all stages.
     #[schemars(range(min = 100, max = MAX_PARK_TIME_LIMIT_MS), extend("x-unit" = "milliseconds"))]
     pub timeout_ms: u64,
@@ -24,7 +27,7 @@ pub struct ParkRequest {
 
 impl Default for ParkRequest {
     fn default() -> Self {
-        Self { keep_bytes: KEEP_BYTES, timeout_ms: PARK_TIME_LIMIT_MS }
+        Self { keep_bytes: KEEP_BYTES, evict: true, timeout_ms: PARK_TIME_LIMIT_MS }
     }
 }
 
@@ -45,10 +48,11 @@ pub struct ParkReport {
 /// One stage of parking.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ParkStage {
-    /// report: the guest reports all of its free blocks at once (docs/extension.md). evict: the
-    /// balloon takes all but `keep_bytes` of what is available to programs, so that the guest evicts
-    /// its cold caches, and gives the memory back to the guest. trim: memory that is all zero is
-    /// discarded, and huge pages of which parts were discarded are split.
+    /// evict: the balloon takes all but `keep_bytes` of what is available to programs, so that the
+    /// guest evicts its cold caches, and gives the memory back to the guest. report: the guest
+    /// reports all of its free memory at once (docs/extension.md); where its driver cannot, and
+    /// nothing was evicted, it is waited for until it has reported by itself. trim: memory that is
+    /// all zero is discarded, and huge pages of which parts were discarded are split.
     pub stage: ParkStageName,
     /// done: it did all that it can. stopped: it ended before, because the guest needs its memory or
     /// has changed. timeout: it ended at the time limit. skipped: it is not possible here.
@@ -65,10 +69,10 @@ pub struct ParkStage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ParkStageName {
-    /// The guest reports its free blocks.
-    Report,
     /// The guest evicts its cold caches.
     Evict,
+    /// The guest reports its free memory.
+    Report,
     /// Memory that is all zero is discarded.
     Trim,
 }

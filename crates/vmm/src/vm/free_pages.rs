@@ -183,7 +183,7 @@ impl Question {
 }
 
 /// Memory that the guest has reported, in bytes.
-fn reported_bytes(balloon: &Balloon) -> u64 {
+pub(super) fn reported_bytes(balloon: &Balloon) -> u64 {
     balloon.counters().reporting.bytes
 }
 

@@ -1,10 +1,11 @@
 //! Parking: makes an idle guest as small as it can be without harm, as a [task](super::task) of the
 //! thread for migrations.
 //!
-//! What keeps an idle guest large is free memory that was not reported yet, cold file caches,
-//! fragments that are too small for reports, and zeros. The stages take them in this order. The
-//! second one is a pulse of the balloon: the guest's own reclaim decides what it gives up, and
-//! everything that was in the balloon is discarded at the host page by page, whatever its size.
+//! What keeps an idle guest large is cold file caches, free memory that was not reported yet, and
+//! zeros. The stages take them in this order. The first one is a pulse of the balloon: the guest's
+//! own reclaim decides what it gives up, and everything that was in the balloon is discarded at the
+//! host page by page, whatever its size. What is still free then, which no balloon takes, has just
+//! been used for caches, so it is resident: the second one reports it, in fragments of any size.
 
 mod pulse;
 
@@ -14,9 +15,10 @@ use ebb_balloon::StatisticsValues;
 
 use self::pulse::{Next, Sample};
 use super::balloon::info;
+use super::free_pages::reported_bytes;
 use super::task::{Task, TaskKind, Ticket};
 use super::{SharedTransport, Vm, lock};
-use crate::api::balloon::{BalloonFeature, BalloonState};
+use crate::api::balloon::{BalloonFeature, BalloonInfo, BalloonState};
 use crate::api::control::{ControlError, Document, Outcome, Wait};
 use crate::api::free_pages::{ReclaimRequest, RequestStatus};
 use crate::api::park::{
@@ -33,6 +35,10 @@ const LOOK: Duration = Duration::from_millis(20);
 /// drivers/virtio/virtio_balloon.c). Looks are counted and not time, because a look waits while the
 /// host discards what the guest has given, and the guest can give no more then.
 const NO_PROGRESS_LOOKS: u32 = 50;
+/// A guest that reports by itself and has not in so many looks, at least 2.5 s, has reported what it
+/// can: Linux waits for two seconds after a block was freed (`PAGE_REPORTING_DELAY`,
+/// mm/page_reporting.c).
+const REPORTED_LOOKS: u32 = 125;
 
 /// The last parking.
 #[derive(Clone)]
@@ -114,14 +120,21 @@ impl Vm {
         let resident_before_bytes = self.resident_bytes();
         let mut stages = Vec::new();
         let mut resident_bytes = resident_before_bytes;
-        for name in [ParkStageName::Report, ParkStageName::Evict, ParkStageName::Trim] {
+        for name in [ParkStageName::Evict, ParkStageName::Report, ParkStageName::Trim] {
             let stage_began = Instant::now();
             let Ended(end, reason) = if stage_began >= deadline {
                 Ended::timeout("there was no time left")
             } else {
                 match name {
-                    ParkStageName::Report => self.report_all(deadline, ticket),
+                    ParkStageName::Evict if !request.evict => {
+                        Ended::skipped("the request leaves it out")
+                    }
                     ParkStageName::Evict => self.evict(request.keep_bytes, deadline, ticket),
+                    ParkStageName::Report => {
+                        let evict: Option<&ParkStage> = stages.first();
+                        let is_evicted = evict.is_some_and(|it| it.end != ParkStageEnd::Skipped);
+                        self.report_all(is_evicted, deadline, ticket)
+                    }
                     ParkStageName::Trim => self.trim_all(deadline, ticket),
                 }
             };
@@ -150,27 +163,7 @@ impl Vm {
         self.ram.resident_bytes().unwrap_or(0)
     }
 
-    /// Stage 1: what is free already comes back at once, even if nothing else is possible.
-    fn report_all(&self, deadline: Instant, ticket: &Ticket) -> Ended {
-        let left = deadline.saturating_duration_since(Instant::now()).as_millis();
-        let default = ReclaimRequest::default();
-        let timeout_ms = u64::try_from(left).unwrap_or(u64::MAX).clamp(1, default.timeout_ms);
-        let answer = self
-            .reclaim(ReclaimRequest { timeout_ms, ..default })
-            .and_then(|outcome| finish(outcome, ticket));
-        match answer {
-            Ok(Document::Reclaim(report)) => match report.status {
-                RequestStatus::Done => Ended::DONE,
-                RequestStatus::Aborted => Ended::stopped("the guest could not report; see its log"),
-                RequestStatus::Timeout => Ended::timeout("the guest did not answer in time"),
-                RequestStatus::Reset => Ended::stopped("the guest's driver was reset"),
-            },
-            Ok(_) => Ended::DONE,
-            Err(error) => Ended::skipped(error.to_string()),
-        }
-    }
-
-    /// Stage 2: the balloon takes what the guest can do without, and gives it back.
+    /// Stage 1: the balloon takes what the guest can do without, and gives it back.
     fn evict(&self, keep_bytes: u64, deadline: Instant, ticket: &Ticket) -> Ended {
         let Some(transport) = &self.balloon else {
             return Ended::skipped(ControlError::NoBalloon.to_string());
@@ -205,6 +198,54 @@ impl Vm {
             None => ended,
             Some(left) => left,
         }
+    }
+
+    /// Stage 2: what is free comes back, even if nothing else is possible.
+    fn report_all(&self, is_evicted: bool, deadline: Instant, ticket: &Ticket) -> Ended {
+        let left = deadline.saturating_duration_since(Instant::now()).as_millis();
+        let most_ms = ReclaimRequest::default().timeout_ms;
+        let timeout_ms = u64::try_from(left).unwrap_or(u64::MAX).clamp(1, most_ms);
+        let answer = self
+            .reclaim(ReclaimRequest { timeout_ms, min_order: 0 })
+            .and_then(|outcome| finish(outcome, ticket));
+        match answer {
+            Ok(Document::Reclaim(report)) => match report.status {
+                RequestStatus::Done => Ended::DONE,
+                RequestStatus::Aborted => Ended::stopped("the guest could not report; see its log"),
+                RequestStatus::Timeout => Ended::timeout("the guest did not answer in time"),
+                RequestStatus::Reset => Ended::stopped("the guest's driver was reset"),
+            },
+            Ok(_) => Ended::DONE,
+            // A balloon that was inflated has returned all that Linux would report by itself.
+            Err(_) if !is_evicted && self.reports_by_itself() => {
+                self.wait_for_reports(deadline, ticket)
+            }
+            Err(error) => Ended::skipped(error.to_string()),
+        }
+    }
+
+    /// Whether the guest runs and has a driver for free page reporting.
+    fn reports_by_itself(&self) -> bool {
+        let reports = |balloon: BalloonInfo| {
+            balloon.negotiated_features.contains(&BalloonFeature::PageReporting)
+        };
+        self.state() == VmState::Running && self.balloon_info().is_ok_and(reports)
+    }
+
+    /// Waits until the guest's kernel has nothing more to report.
+    fn wait_for_reports(&self, deadline: Instant, ticket: &Ticket) -> Ended {
+        let Some(transport) = &self.balloon else { return Ended::DONE };
+        let (mut bytes, mut unchanged) = (0, 0);
+        while unchanged < REPORTED_LOOKS {
+            let last = bytes;
+            bytes = reported_bytes(lock(transport).device().balloon());
+            unchanged = if bytes == last { unchanged + 1 } else { 0 };
+            if Instant::now() >= deadline || ticket.is_cancelled() {
+                return Ended::timeout("the guest goes on to report free memory");
+            }
+            std::thread::park_timeout(LOOK);
+        }
+        Ended::DONE
     }
 
     /// Stage 3: all of memory is searched for zeros.

@@ -188,13 +188,13 @@ fn parked(request: &ParkRequest) -> ParkReport {
     };
     ParkReport {
         stages: vec![
-            stage(ParkStageName::Report, ParkStageEnd::Skipped, Some("no such driver"), 0),
             stage(
                 ParkStageName::Evict,
                 ParkStageEnd::Stopped,
                 Some("it reads files"),
                 returned_bytes,
             ),
+            stage(ParkStageName::Report, ParkStageEnd::Skipped, Some("no such driver"), 0),
             stage(ParkStageName::Trim, ParkStageEnd::Done, None, 0),
         ],
         resident_before_bytes: 200 << 20,
