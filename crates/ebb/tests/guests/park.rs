@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use ebb_agent::protocol::Command;
 use ebb_vmm::api::{
-    BalloonInfo, Client, ClientError, ParkReport, ParkStage, ParkStageEnd, ParkStageName,
-    ParkStatus, VmState,
+    Client, ClientError, ParkReport, ParkStage, ParkStageEnd, ParkStageName, ParkStatus, VmState,
 };
 use serde_json::{Value, json};
 
@@ -26,6 +25,7 @@ pub const TESTS: &[Test] = &[
     Test::new("park::of_a_busy_guest", 300, of_a_busy_guest),
     Test::new("park::what_is_not_possible", 240, what_is_not_possible),
     Test::new("park::interrupted", 240, interrupted),
+    Test::new("park::of_a_machine_that_changes", 240, of_a_machine_that_changes),
 ];
 
 /// File caches of a guest.
@@ -264,11 +264,30 @@ fn what_is_not_possible(scene: &Scene) {
     assert!(evict.contains("no driver"), "{evict}");
 }
 
+/// Starts a parking, does something while the balloon is being inflated, and returns the answer.
+fn park_and<T>(guest: &Guest, then: impl FnOnce() -> T) -> (Result<ParkReport, ClientError>, T) {
+    std::thread::scope(|threads| {
+        let asking = threads.spawn(|| request(guest, &json!({})));
+        eventually("the balloon is being inflated", 20, || {
+            let info = guest.balloon();
+            when(info.target_bytes > 0, || format!("{info:?}"))
+        });
+        let done = then();
+        (asking.join().unwrap(), done)
+    })
+}
+
+fn wait_for_an_empty_balloon(guest: &Guest) {
+    eventually("the balloon is empty again", 60, || {
+        let info = guest.balloon();
+        when(info.target_bytes == 0 && info.actual_bytes == 0, || format!("{info:?}"))
+    });
+}
+
 /// A client that leaves, and other requests meanwhile.
 fn interrupted(scene: &Scene) {
     let guest = with_disk(scene).start();
     work(&guest);
-    let inflated = |info: &BalloonInfo| info.target_bytes > 0;
     std::thread::scope(|threads| {
         // Its client gives up after a moment, and closes its connection.
         let limit = Duration::from_millis(300);
@@ -276,7 +295,7 @@ fn interrupted(scene: &Scene) {
         let asking = threads.spawn(move || client.put_json::<ParkReport>("/vm/park", &json!({})));
         eventually("the balloon is being inflated", 20, || {
             let info = guest.balloon();
-            when(inflated(&info) || asking.is_finished(), || format!("{info:?}"))
+            when(info.target_bytes > 0 || asking.is_finished(), || format!("{info:?}"))
         });
         if !asking.is_finished() {
             let (status, message) = guest.refused("PUT", "/vm/park", "");
@@ -284,35 +303,41 @@ fn interrupted(scene: &Scene) {
         }
         drop(asking.join());
     });
-    eventually("the balloon is empty again", 60, || {
-        let info = guest.balloon();
-        when(info.target_bytes == 0 && info.actual_bytes == 0, || format!("{info:?}"))
-    });
+    wait_for_an_empty_balloon(&guest);
     check_well(&guest);
 
     // Another user of the balloon has the last word.
-    std::thread::scope(|threads| {
-        let asking = threads.spawn(|| request(&guest, &json!({})));
-        eventually("the balloon is being inflated", 20, || {
-            let info = guest.balloon();
-            when(inflated(&info), || format!("{info:?}"))
-        });
-        guest.set_target(64 * MIB);
-        let report = asking.join().unwrap().unwrap();
-        let evict = stage(&report, ParkStageName::Evict);
-        assert_eq!(evict.end, ParkStageEnd::Stopped, "{report:?}");
-        assert!(evict.reason.as_ref().unwrap().contains("target was changed"), "{report:?}");
-    });
+    let (report, ()) = park_and(&guest, || guest.set_target(64 * MIB));
+    let report = report.unwrap();
+    let evict = stage(&report, ParkStageName::Evict);
+    assert_eq!(evict.end, ParkStageEnd::Stopped, "{report:?}");
+    assert!(evict.reason.as_ref().unwrap().contains("target was changed"), "{report:?}");
     assert_eq!(guest.balloon().target_bytes, 64 * MIB);
-    // A machine that ends meanwhile ends at once.
-    guest.inflate_to(0);
-    std::thread::scope(|threads| {
-        let asking = threads.spawn(|| request(&guest, &json!({})));
-        std::thread::sleep(Duration::from_millis(100));
-        guest.put("/vm/kill");
-        drop(asking.join());
+}
+
+/// A machine that is paused, starts again, or ends meanwhile.
+fn of_a_machine_that_changes(scene: &Scene) {
+    let mut guest = with_disk(scene).start();
+    work(&guest);
+    let (report, ()) = park_and(&guest, || guest.put("/vm/pause"));
+    let report = report.unwrap();
+    assert_eq!(stage(&report, ParkStageName::Evict).end, ParkStageEnd::Stopped, "{report:?}");
+    assert_eq!((guest.balloon().target_bytes, guest.vm().state), (0, VmState::Paused));
+    guest.put("/vm/resume");
+    wait_for_an_empty_balloon(&guest);
+    check_well(&guest);
+
+    let (report, _) = park_and(&guest, || {
+        guest.send(Command::Reboot);
+        guest.wait_ready(2)
     });
-    let mut guest = guest;
+    // It may have ended before the guest did.
+    report.unwrap();
+    wait_for_an_empty_balloon(&guest);
+    check_well(&guest);
+
+    // At once: there is no answer.
+    drop(park_and(&guest, || guest.put("/vm/kill")));
     let (code, log) = guest.wait_end();
     assert_eq!(code, Some(7), "{log}");
 }

@@ -19,6 +19,13 @@ fn field_kib(line: &str) -> Option<(&str, u64)> {
     Some((name.trim(), number))
 }
 
+/// Free pages in the lists of processors (`pagesets` of `/proc/zoneinfo`), in KiB.
+pub fn free_in_lists_kib(zoneinfo: &str) -> u64 {
+    const PAGE_KIB: u64 = 4;
+    let counts = zoneinfo.lines().filter_map(|line| line.trim_start().strip_prefix("count:"));
+    counts.filter_map(|count| count.trim().parse::<u64>().ok()).sum::<u64>() * PAGE_KIB
+}
+
 /// Memory of a process in `/proc/PID/status`, in KiB.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ProcessMemory {

@@ -218,7 +218,7 @@ pub struct Sample {
     pub t_ms: u64,
     /// Number of the last started guest; 0 before the first.
     pub guest: u32,
-    /// Host memory in use (`MemTotal - MemAvailable`), MiB.
+    /// Host memory in use, MiB: what is not [available](crate::harness::host::MemoryState).
     pub host_used_mib: f64,
     /// Swap in use, MiB.
     pub swap_used_mib: f64,
