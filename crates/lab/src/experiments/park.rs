@@ -165,6 +165,8 @@ struct Found {
     park_s: Vec<f64>,
     /// Time of the work after a park in percent of that without one.
     next_run_percent: Vec<f64>,
+    /// What the work after a park read from the disk, in MiB.
+    read_again_mib: Vec<f64>,
     /// The calls' stages, with the number of the round, or of the guest among several.
     stages: Vec<(u32, Stage)>,
     /// The guest's memory at several moments.
@@ -193,6 +195,12 @@ fn metrics() -> Vec<Metric<Found>> {
             "The guest's next work, relative to the same without the call",
             "%",
             |found: &Found| found.next_run_percent.clone(),
+        ),
+        Metric::median(
+            "read_again_mib",
+            "What that work read from the disk; without the call nothing",
+            "MiB",
+            |found: &Found| found.read_again_mib.clone(),
         ),
     ]
 }
@@ -236,12 +244,13 @@ impl ParkedGuest<'_, '_> {
         self.look("after boot", found)?;
         for number in 1..=self.sizes.rounds {
             self.live(found)?;
-            let without_s = self.work("no park", found)?;
+            let without = self.work("no park", found)?;
             self.live(found)?;
             self.park(number, found)?;
-            let after_s = self.work("a park", found)?;
+            let after = self.work("a park", found)?;
             self.look("after the next work", found)?;
-            found.next_run_percent.push(rounded(after_s / without_s * 100.0));
+            found.next_run_percent.push(rounded(after.seconds() / without.seconds() * 100.0));
+            found.read_again_mib.push(rounded(after.read_mib()));
         }
         Ok(())
     }
@@ -274,12 +283,11 @@ impl ParkedGuest<'_, '_> {
         Ok(())
     }
 
-    fn work(&mut self, after: &'static str, found: &mut Found) -> Result<f64, LabError> {
+    fn work(&mut self, after: &'static str, found: &mut Found) -> Result<Work, LabError> {
         self.testbed.drop_host_caches()?;
         let work = work::run(self.testbed, self.record.guest, self.sizes.optimization)?;
-        let seconds = work.seconds();
         found.works.push((after, work));
-        Ok(seconds)
+        Ok(work)
     }
 
     fn idle(&self, what: &str) {
@@ -322,7 +330,8 @@ mod tests {
         let names: Vec<_> = series().iter().map(|plan| plan.name).collect();
         assert_eq!(names[..4], ["linux-driver", "ebb-driver", "trim", "qemu-balloon"]);
         let names: Vec<_> = metrics::describe(metrics()).into_iter().map(|it| it.name).collect();
-        assert_eq!(names, ["before_mib", "parked_mib", "park_s", "next_run_percent"]);
+        let expected = ["before_mib", "parked_mib", "park_s", "next_run_percent", "read_again_mib"];
+        assert_eq!(names, expected);
     }
 
     #[test]

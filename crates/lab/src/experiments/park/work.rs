@@ -33,7 +33,7 @@ const READ_FILES: &str =
     "find /usr -xdev -type f -size +16k -size -1024k -exec cat {} + >/dev/null";
 
 /// A work that was done.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Work {
     /// Time of each part, by the guest's clock, in seconds.
     parts_s: [f64; PARTS.len()],
@@ -47,6 +47,11 @@ impl Work {
     /// Time of the whole work in seconds.
     pub(super) fn seconds(&self) -> f64 {
         self.parts_s.iter().sum()
+    }
+
+    /// What it read from the disk, in MiB.
+    pub(super) fn read_mib(&self) -> f64 {
+        self.read_mib
     }
 }
 
