@@ -15,7 +15,7 @@ use ebb_vmm::seccomp::EXIT_CODE;
 use serde::de::DeserializeOwned;
 
 use crate::guest::{Guest, MIB};
-use crate::harness::{Scene, Test, World};
+use crate::harness::{Scene, Test, World, eventually, when};
 use crate::hostile_driver::attacker::{ARGUMENT, FATAL, Found};
 use crate::place::PROGRAM_IN_GUEST;
 use crate::saved::Restore;
@@ -189,18 +189,24 @@ fn every_way_out_ends_the_monitor(scene: &Scene) {
     stage.check("system calls");
 }
 
-/// Ids and names of the monitor's threads.
+/// Ids and names of the monitor's threads. A new thread has the program's name until it runs and
+/// gives itself its own.
 fn threads(guest: &Guest) -> Vec<(String, String)> {
-    let tasks = fs::read_dir(format!("/proc/{}/task", guest.pid())).unwrap();
-    let mut threads: Vec<_> = tasks
-        .map(|task| task.unwrap().path())
-        .map(|task| {
-            let name = fs::read_to_string(task.join("comm")).unwrap().trim().to_owned();
-            (task.file_name().unwrap().to_str().unwrap().to_owned(), name)
-        })
-        .collect();
-    threads.sort();
-    threads
+    let main = guest.pid().to_string();
+    eventually("all threads have names", 60, || {
+        let tasks = fs::read_dir(format!("/proc/{main}/task")).unwrap();
+        let mut threads: Vec<_> = tasks
+            .map(|task| task.unwrap().path())
+            .map(|task| {
+                let name = fs::read_to_string(task.join("comm")).unwrap().trim().to_owned();
+                (task.file_name().unwrap().to_str().unwrap().to_owned(), name)
+            })
+            .collect();
+        threads.sort();
+        let of_program = threads.iter().find(|(id, _)| *id == main).map(|(_, name)| name);
+        let nameless = threads.iter().filter(|(_, name)| Some(name) == of_program).count();
+        when(nameless == 1, || format!("{threads:?}")).map(|()| threads)
+    })
 }
 
 /// What each descriptor of a process is.
