@@ -144,8 +144,57 @@ pub fn run(
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
+    use ebb_guest_agent::wire::{Failure, FailureKind};
+
+    use super::*;
+
     #[test]
     fn the_agent_asks_for_random_bytes_where_the_monitor_has_them() {
         assert_eq!(ebb_guest_agent::wire::RANDOM_PORT, ebb_vmm::isolation::RANDOM_PORT);
+    }
+
+    /// Runs a command with an agent that answers like this, again and again if `endless`.
+    fn run_with(
+        limit_ms: u64,
+        frames: &[Frame],
+        endless: bool,
+    ) -> anyhow::Result<Option<(Ended, String)>> {
+        let (here, mut there) = UnixStream::pair().unwrap();
+        let mut bytes = Vec::new();
+        for frame in frames {
+            frame.encode(&mut bytes);
+        }
+        let agent = thread::spawn(move || {
+            while there.write_all(&bytes).is_ok() && endless {}
+            there
+        });
+        let mut channel = Channel::new(OwnedFd::from(here)).unwrap();
+        let deadline = Instant::now() + Duration::from_millis(limit_ms);
+        let ended = run(&mut channel, vec!["true".to_owned()], deadline);
+        drop(channel);
+        agent.join().unwrap();
+        ended
+    }
+
+    #[test]
+    fn a_command_ends_whatever_the_agent_says() {
+        let control = Frame::Control;
+        let ended = control(Control::Ended(Ended::Code(3)));
+        let errors = Frame::Errors(vec![b'x'; MAX_ERRORS_BYTES - 1]);
+        let said = run_with(60_000, &[errors.clone(), errors, ended], false).unwrap();
+        assert_eq!(said, Some((Ended::Code(3), "x".repeat(MAX_ERRORS_BYTES))));
+
+        assert_eq!(run_with(20, &[], false).unwrap(), None);
+        assert_eq!(run_with(20, &[Frame::Output(vec![0; 4096])], true).unwrap(), None);
+
+        let message = "no \u{1b}[31msuch program".to_owned();
+        let failure = Failure { kind: FailureKind::NotFound, message };
+        let error = run_with(60_000, &[control(Control::Failed(failure))], false).unwrap_err();
+        let error = error.to_string();
+        assert!(error.contains("such program") && !error.contains('\u{1b}'), "{error}");
+        let error = run_with(60_000, &[control(Control::InputEnd)], false).unwrap_err();
+        assert!(error.to_string().contains("protocol"), "{error}");
     }
 }

@@ -224,10 +224,11 @@ impl Vm {
         }
     }
 
-    /// Whether the guest runs and has a driver for free page reporting.
+    /// Whether the guest runs, and has a driver that reports free pages but not on request.
     fn reports_by_itself(&self) -> bool {
         let reports = |balloon: BalloonInfo| {
-            balloon.negotiated_features.contains(&BalloonFeature::PageReporting)
+            let has = |feature| balloon.negotiated_features.contains(&feature);
+            has(BalloonFeature::PageReporting) && !has(BalloonFeature::ReportRequest)
         };
         self.state() == VmState::Running && self.balloon_info().is_ok_and(reports)
     }
