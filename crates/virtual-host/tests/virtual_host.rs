@@ -188,11 +188,31 @@ fn kvm_runs_guests_and_nodes_are_as_configured() {
     let total_mib = |node: usize| sample.nodes[node]["MemTotal"] / 1024;
     assert!((500..700).contains(&total_mib(0)) && (400..500).contains(&total_mib(1)), "{sample:?}");
 
+    processors_that_have_lost_a_timer_go_on(&host);
+
     // This test program is static: it is copied into the host and runs the ignored test below.
     host.put_file(&std::env::current_exe().unwrap(), "/tmp/test", 0o755).unwrap();
     let inner = Command::new("/tmp/test").args(["--ignored", "--exact", "inside_a_guest_computes"]);
     let captured = host.output(&inner.time_limit(Duration::from_secs(60))).unwrap();
     assert!(captured.status.success() && captured.text().contains("1 passed"), "{captured:?}");
+}
+
+/// Each processor, idle or not, is interrupted by another four times a second
+/// (`src/inside/visits.rs`), here at least twice.
+fn processors_that_have_lost_a_timer_go_on(host: &VirtualHost) {
+    const SECONDS: u64 = 3;
+    let line = format!("grep RES: /proc/interrupts; sleep {SECONDS}; grep RES: /proc/interrupts");
+    let text = shell(host, &line);
+    let counts: Vec<Vec<u64>> = text
+        .lines()
+        .map(|line| line.split_ascii_whitespace().filter_map(|word| word.parse().ok()).collect())
+        .collect();
+    let [before, after] = &counts[..] else { panic!("{text}") };
+    assert_eq!(after.len(), 3, "{text}");
+    assert!(
+        before.iter().zip(after).all(|(before, after)| after - before >= 2 * SECONDS),
+        "{text}"
+    );
 }
 
 #[test]

@@ -5,6 +5,7 @@ mod programs;
 mod server;
 mod setup;
 mod steady;
+mod visits;
 
 use std::process;
 
@@ -33,7 +34,12 @@ pub fn init_main() -> ! {
             }
             process::exit(0);
         }
-        server if server > 0 => collect_until(server),
+        server if server > 0 => {
+            if let Err(error) = visits::start() {
+                eprintln!("ebb init: visits of processors: {error}");
+            }
+            collect_until(server);
+        }
         _ => eprintln!("ebb init: fork failed"),
     }
     loop {
