@@ -20,7 +20,7 @@ MODULE_DIRECTORY = target/ebb_balloon/$(MODULE_KERNEL)
 MODULE = $(MODULE_DIRECTORY)/ebb_balloon.ko
 
 .PHONY: help deps build deb module module-of-kernel planted-bug demo test test-long test-clients
-.PHONY: test-kernels module-debug bench lint style fmt doc fuzz clean
+.PHONY: test-kernels module-debug zone-lock bench lint style fmt doc fuzz clean
 
 help:
 	@echo 'make demo    install the dependencies, build, and run the main experiment on real Linux'
@@ -33,6 +33,8 @@ help:
 	@echo '             (HOST=trixie: all tests, on a virtual host with the kernel of its backports)'
 	@echo 'make module-debug  the tests of the modules on a kernel with KASAN, lockdep and other'
 	@echo '             checks; the first run compiles it (half an hour)'
+	@echo 'make zone-lock  how often and how long a zone is locked under the trackers of free pages, with'
+	@echo '             up to 16 vCPUs; the first run compiles a kernel (ten minutes)'
 	@echo 'make build   the release programs in $(PROGRAMS):'
 	@echo '             ebb, ebb-lab, ebb-agent, ebb-guest-agent; and the module'
 	@echo 'make deb     the Debian packages ebb, ebb-guest-agent and ebb-balloon-dkms, in target/deb'
@@ -126,6 +128,13 @@ test-kernels:
 module-debug:
 	$(CARGO) build --locked -p ebb -p ebb-agent -p ebb-guest-agent
 	scripts/module-debug.sh $(TESTS)
+
+zone-lock:
+	$(CARGO) build --locked --release -p ebb-lab -p ebb-agent
+	tree=$$(scripts/guest-kernel.sh locks) && release=$$(ls "$$tree/lib/modules") && \
+	    EBB_KERNEL=$$tree/boot/vmlinuz-$$release EBB_MODULES=$$tree/lib/modules/$$release \
+	    $(PROGRAMS)/ebb-lab run faults \
+	    --series locks-none,locks-percpu,locks-bitmap,locks-reporting
 
 bench:
 	$(CARGO) bench --locked -p ebb-balloon -p ebb-guest-ram -p ebb-migration -p ebb-page-merge

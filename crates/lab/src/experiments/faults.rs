@@ -9,7 +9,8 @@
 //! and the result is the median of these comparisons with a confidence interval. A second turn
 //! without a tracker shows the noise of the comparison.
 //!
-//! Further series count instructions instead, in an emulator, which have no noise (`counted`).
+//! Further series count instructions instead, in an emulator, which have no noise (`counted`), or how
+//! often and how long a zone's lock is taken (`locks`).
 
 use ebb_agent::page_faults::{FaultKind, TaskKind};
 use serde::Serialize;
@@ -24,6 +25,7 @@ use crate::report::results::{MetricInfo, Scale, Series};
 
 mod analysis;
 pub mod counted;
+mod locks;
 mod metrics;
 mod order;
 mod slots;
@@ -37,7 +39,9 @@ pub static FAULTS: Experiment = Experiment {
     parameters: |scale| parameters(&sizes(scale)),
     guests: |scale| sizes(scale).boots * CPUS.len() as u32,
     metrics: describe,
-    series: || TRACKERS.map(plan).into_iter().chain(counted::plans()).collect(),
+    series: || {
+        TRACKERS.map(plan).into_iter().chain(counted::plans()).chain(locks::plans()).collect()
+    },
     ..Experiment::DEFAULT
 };
 
@@ -126,13 +130,15 @@ fn plan(tracker: Tracker) -> SeriesPlan {
     SeriesPlan::new(tracker.name(), summary, Run::SameGuests(setup, run))
 }
 
-/// The metrics in time and in instructions; the overheads are metrics of both.
+/// The metrics in time, in instructions and of the zone's lock; the overheads are metrics of the
+/// first two.
 fn describe() -> Vec<MetricInfo> {
     let mut all = metrics::describe();
     let further = counted::metrics::describe();
     let is_new = |info: &MetricInfo| all.iter().all(|of| of.name != info.name);
     let further: Vec<MetricInfo> = further.into_iter().filter(is_new).collect();
     all.extend(further);
+    all.extend(locks::describe());
     all
 }
 
@@ -161,6 +167,6 @@ mod tests {
     fn the_full_size_has_all_workloads_tasks_and_trackers() {
         let sizes = sizes(Scale::Full);
         assert!(sizes.boots >= 5 && sizes.task_kinds.len() == 2 && sizes.kinds.len() == 4);
-        assert_eq!((FAULTS.series)().len(), 8);
+        assert_eq!((FAULTS.series)().len(), 12);
     }
 }

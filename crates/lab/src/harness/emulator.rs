@@ -3,7 +3,7 @@
 //! Such a guest needs neither KVM nor a virtual host. With `-icount shift=0` each instruction takes
 //! a nanosecond of all its clocks, and with `sleep=off` the clocks skip the time in which it is
 //! idle (QEMU, docs/devel/tcg-icount.rst): what it measures does not depend on the machine below.
-//! The emulator executes one vCPU, and an instruction with a repeat prefix counts once for each
+//! The emulator executes one vCPU at a time, and an instruction with a repeat prefix counts once for each
 //! repetition.
 
 use std::path::{Path, PathBuf};
@@ -70,18 +70,19 @@ impl Emulator {
         Ok(format!("Linux {} in {}", self.kernel(), version.lines().next().unwrap_or_default()))
     }
 
-    /// The command that runs a guest with this balloon driver, with its serial console on standard
-    /// input and output.
-    pub fn command(&self, driver: Driver) -> Program {
+    /// The command that runs a guest with this balloon driver and number of vCPUs, with its serial
+    /// console on standard input and output.
+    pub fn command(&self, driver: Driver, cpus: u32) -> Program {
         let mut command = Program::new(&self.qemu);
         let words = "-nodefaults -no-user-config -no-reboot -display none -monitor none \
                      -serial stdio -accel tcg,thread=single -icount shift=0,sleep=off -seed 1 \
-                     -rtc base=2026-01-01,clock=vm -smp 1";
+                     -rtc base=2026-01-01,clock=vm";
         let mut arguments = vec![KERNEL_ARGUMENTS.to_owned(), SAME_EACH_TIME.to_owned()];
         arguments.extend(driver.kernel_arguments());
         command
             .args(["-M", MACHINE, "-cpu", CPU, "-m", &format!("{MEMORY_MIB}M")])
             .args(words.split_ascii_whitespace())
+            .args(["-smp", &cpus.to_string()])
             .args(["-device", "virtio-balloon-device,free-page-reporting=on"])
             .arg("-kernel")
             .arg(&self.files.kernel.image)
@@ -105,7 +106,7 @@ mod tests {
         let files = BootFiles { kernel, initrd: "guest.cpio".into(), module: Presence::Present };
         let emulator = Emulator { qemu: "qemu".into(), files };
         let line = |tracker| {
-            let command = emulator.command(Driver::among_all(tracker));
+            let command = emulator.command(Driver::among_all(tracker), 1);
             let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy()).collect();
             words.join(" ")
         };

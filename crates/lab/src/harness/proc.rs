@@ -105,12 +105,23 @@ pub fn listens(text: &str, port: u16) -> bool {
 pub fn process_cpu_ms(text: &str) -> Option<f64> {
     /// Clock ticks of user space on x86 are hundredths of a second (USER_HZ).
     const TICK_MS: f64 = 10.0;
-    // The name, in parentheses, may contain parentheses; after it follow the state, which is field
-    // 3, and the rest.
-    let (_, fields) = text.rsplit_once(')')?;
-    let mut times = fields.split_ascii_whitespace().skip(11).map(str::parse::<f64>);
+    let mut times = stat_fields(text, 14)?.map(str::parse::<f64>);
     let (user, system) = (times.next()?.ok()?, times.next()?.ok()?);
     Some((user + system) * TICK_MS)
+}
+
+/// Page faults of a process in `/proc/PID/stat` that needed no I/O, those of a guest at its memory
+/// included.
+pub fn minor_faults(text: &str) -> Option<u64> {
+    stat_fields(text, 10)?.next()?.parse().ok()
+}
+
+/// The fields of `/proc/PID/stat` from number `first` on, which is after the name (proc(5)).
+fn stat_fields(text: &str, first: usize) -> Option<impl Iterator<Item = &str>> {
+    // The name, in parentheses, may contain parentheses; after it follows the state, which is field
+    // 3.
+    let (_, fields) = text.rsplit_once(')')?;
+    Some(fields.split_ascii_whitespace().skip(first - 3))
 }
 
 /// Times of a thread in `/proc/PID/schedstat` (Linux Documentation/scheduler/sched-stats.rst).
@@ -255,10 +266,11 @@ Rss:                  20 kB
     }
 
     #[test]
-    fn processor_time_is_found_after_any_name() {
+    fn processor_time_and_faults_are_found_after_any_name() {
         let text = "12 (a) b) S 1 2 3 4 5 6 7 8 9 10 250 50 0 0 20 0";
         assert_eq!(process_cpu_ms(text), Some(3000.0));
-        assert_eq!(process_cpu_ms("12 (a) S 1"), None);
+        assert_eq!(minor_faults(text), Some(7));
+        assert_eq!((process_cpu_ms("12 (a) S 1"), minor_faults("12 (a) S 1")), (None, None));
     }
 
     #[test]

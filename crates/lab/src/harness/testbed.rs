@@ -370,6 +370,16 @@ impl<'a> Testbed<'a> {
         host::waits(guest.pid()).ok_or_else(|| guest.lost("its threads"))
     }
 
+    /// Page faults of a guest's monitor so far, which are those of the guest at memory that the host
+    /// has to provide.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when it has ended.
+    pub fn faults(&mut self, number: u32) -> Result<u64, LabError> {
+        let guest = self.guest(number)?;
+        host::minor_faults(guest.pid()).ok_or_else(|| guest.lost("its page faults"))
+    }
+
     /// The counters of the guest's balloon driver; `None` for Linux's own, which has no counters.
     ///
     /// # Errors

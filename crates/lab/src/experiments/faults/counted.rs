@@ -145,7 +145,7 @@ fn guest(
     };
     let driver = Driver::among_all(tracker);
     step("boots in the emulator");
-    let mut guest = Guest::start(number, emulator.command(driver))?;
+    let mut guest = Guest::start(number, emulator.command(driver, 1))?;
     guest.wait_ready(LIMIT)?;
     guest.require_driver(driver.in_guest())?;
     let mut counts = Vec::new();

@@ -41,6 +41,8 @@ pub(super) struct Work {
     read_mib: f64,
     /// Pages of files that the guest had evicted and read again soon (`workingset_refault_file`).
     refaults: f64,
+    /// Page faults of the monitor: memory that the host provided.
+    host_faults: u64,
 }
 
 impl Work {
@@ -63,15 +65,17 @@ pub(super) fn run(
 ) -> Result<Work, LabError> {
     testbed.events().step(guest, "works");
     let before = testbed.ask(guest, Command::VmStat)?;
+    let faults = testbed.faults(guest)?;
     let mut parts_s = [0.0; PARTS.len()];
     for ((_, script), seconds) in PARTS.iter().zip(&mut parts_s) {
         *seconds = shell(testbed, guest, script, optimization)?.as_secs_f64();
     }
+    let host_faults = testbed.faults(guest)? - faults;
     let after = testbed.ask(guest, Command::VmStat)?;
     let grown = |name: &str| number(&after, name) - number(&before, name);
     // In KiB (Linux mm/vmstat.c).
     let read_mib = grown("pgpgin") / 1024.0;
-    Ok(Work { parts_s, read_mib, refaults: grown("workingset_refault_file") })
+    Ok(Work { parts_s, read_mib, refaults: grown("workingset_refault_file"), host_faults })
 }
 
 /// Reads most files once.
@@ -104,11 +108,17 @@ fn number(counters: &Value, name: &str) -> f64 {
 pub(super) fn table(works: &[(&'static str, Work)]) -> Option<DataTable> {
     let mut columns = vec!["work after"];
     columns.extend(PARTS.map(|(name, _)| name));
-    columns.extend(["together, s", "read from the disk, MiB", "pages of files read again"]);
+    columns.extend([
+        "together, s",
+        "read from the disk, MiB",
+        "pages of files read again",
+        "page faults at the host",
+    ]);
     let row = |(after, work): &(&'static str, Work)| {
         let mut row = vec![(*after).into()];
         row.extend(work.parts_s.map(Into::into));
         row.extend([work.seconds(), work.read_mib, work.refaults].map(Into::into));
+        row.push(work.host_faults.into());
         row
     };
     (!works.is_empty()).then(|| DataTable::new("works", columns, works.iter().map(row)))
@@ -120,7 +130,7 @@ mod tests {
 
     #[test]
     fn parts_add_up() {
-        let work = Work { parts_s: [2.5, 1.25], read_mib: 12.0, refaults: 40.0 };
+        let work = Work { parts_s: [2.5, 1.25], read_mib: 12.0, refaults: 40.0, host_faults: 7 };
         assert!((work.seconds() - 3.75).abs() < 1e-9);
         let table = table(&[("no park", work)]).unwrap();
         assert_eq!(table.columns.len(), table.rows[0].len());
