@@ -3,12 +3,13 @@
 //!
 //! When a guest is entered with a virtual interrupt pending (V_IRQ: KVM waits for a guest to enable
 //! interrupts), QEMU 10.0.2 sets a bit in the processor's word of requests without a lock
-//! (`helper_vmrun` in `target/i386/tcg/system/svm_helper.c`; mended in 10.2). A request that another
-//! thread adds to the word at that moment is lost, for example that of the local APIC's timer. The
-//! interrupt stays pending in the APIC, but the processor is only told with its next one. If that
-//! is the timer's, there is none: the processor's programs sleep and its guests stand still until
-//! another processor happens to send one; minutes have been seen. A thread that moves to a
-//! processor and runs before all others sends it an interrupt.
+//! (`helper_vmrun` in `target/i386/tcg/system/svm_helper.c`; later versions do it at once,
+//! `cpu_set_interrupt`). A request that another thread adds to the word at that moment is lost, for
+//! example that of the local APIC's timer. The interrupt stays pending in the APIC, but the
+//! processor is only told with its next one. If that is the timer's, there is none: the processor's
+//! programs sleep and its guests stand still until another processor happens to send one; minutes
+//! have been seen. A thread that moves to a processor and runs before all others sends it an
+//! interrupt.
 
 use std::io;
 use std::thread;
