@@ -2,9 +2,10 @@
 # Compiles a guest kernel from Debian's linux-source (scripts/install-deps.sh --debian) with
 # guest/kernel/config, modules.config and NAME.config, builds the guests' modules for it
 # (target/ebb_balloon), and prints its directory, which has boot/vmlinuz-RELEASE and
-# lib/modules/RELEASE. It is kept in target/NAME until the sources or the configuration change.
+# lib/modules/RELEASE. It is kept in target/guest-kernel-NAME until the sources or the configuration
+# change.
 #
-#   scripts/guest-kernel.sh debug      for scripts/module-debug.sh: half an hour of a processor, 3 GiB
+#   scripts/guest-kernel.sh debug      for `make module-debug`: half an hour of a processor, 3 GiB
 #   scripts/guest-kernel.sh locks      for `make zone-lock`: ten minutes, 2 GiB
 set -eu
 # Where depmod is.
@@ -16,6 +17,7 @@ fail() { say "$*"; exit 1; }
 cd "$(dirname "$0")/.."
 name=${1:?the name of a configuration in guest/kernel, such as debug}
 configurations="guest/kernel/modules.config guest/kernel/$name.config"
+[ -f "guest/kernel/$name.config" ] || fail "no guest/kernel/$name.config: debug or locks"
 trees=$PWD/target/guest-kernel-$name
 source=$(find /usr/src -name 'linux-source-*.tar.xz' | sort -V | tail -n 1)
 [ -n "$source" ] || fail "no /usr/src/linux-source-*.tar.xz: run scripts/install-deps.sh --debian"

@@ -215,23 +215,15 @@ fn processors_that_have_lost_a_timer_go_on(host: &VirtualHost) {
     );
 }
 
-#[test]
-#[ignore = "runs inside the virtual host"]
-fn inside_a_guest_computes() {
-    use kvm_bindings::kvm_userspace_memory_region;
-    use kvm_ioctls::{Kvm, VcpuExit};
-
-    // Real mode: ecx = 1000000; eax = sum of ecx, ecx - 1, … 1; out 0x10, eax; hlt
-    let code: [u8; 24] = [
-        0x66, 0xb9, 0x40, 0x42, 0x0f, 0x00, 0x66, 0x31, 0xc0, 0x66, 0x01, 0xc8, 0x67, 0xe2, 0xfa,
-        0x66, 0xe7, 0x10, 0xf4, 0, 0, 0, 0, 0,
-    ];
+/// A machine with one vCPU in real mode at the first instruction of `code`; the memory must outlive
+/// it.
+fn machine(code: [u8; 24]) -> (kvm_ioctls::VmFd, kvm_ioctls::VcpuFd, ebb_agent::memory::Mapping) {
     let mut memory = ebb_agent::memory::Mapping::new(4096).unwrap();
     for (word, bytes) in memory.words_mut().iter_mut().zip(code.as_chunks::<8>().0) {
         *word = u64::from_le_bytes(*bytes);
     }
-    let vm = Kvm::new().unwrap().create_vm().unwrap();
-    let region = kvm_userspace_memory_region {
+    let vm = kvm_ioctls::Kvm::new().unwrap().create_vm().unwrap();
+    let region = kvm_bindings::kvm_userspace_memory_region {
         guest_phys_addr: 0x1000,
         memory_size: 4096,
         userspace_addr: memory.words().as_ptr() as u64,
@@ -239,12 +231,26 @@ fn inside_a_guest_computes() {
     };
     // SAFETY: `memory` is mapped, page-aligned, and outlives the machine.
     unsafe { vm.set_user_memory_region(region) }.unwrap();
-    let mut vcpu = vm.create_vcpu(0).unwrap();
+    let vcpu = vm.create_vcpu(0).unwrap();
     let mut special = vcpu.get_sregs().unwrap();
     (special.cs.base, special.cs.selector) = (0, 0);
     vcpu.set_sregs(&special).unwrap();
     vcpu.set_regs(&kvm_bindings::kvm_regs { rip: 0x1000, rflags: 2, ..Default::default() })
         .unwrap();
+    (vm, vcpu, memory)
+}
+
+#[test]
+#[ignore = "runs inside the virtual host"]
+fn inside_a_guest_computes() {
+    use kvm_ioctls::VcpuExit;
+
+    // ecx = 1000000; eax = sum of ecx, ecx - 1, … 1; out 0x10, eax; hlt
+    let code: [u8; 24] = [
+        0x66, 0xb9, 0x40, 0x42, 0x0f, 0x00, 0x66, 0x31, 0xc0, 0x66, 0x01, 0xc8, 0x67, 0xe2, 0xfa,
+        0x66, 0xe7, 0x10, 0xf4, 0, 0, 0, 0, 0,
+    ];
+    let (_vm, mut vcpu, _memory) = machine(code);
     match vcpu.run().unwrap() {
         VcpuExit::IoOut(0x10, data) => {
             let sum = (1..=1_000_000_u32).fold(0, u32::wrapping_add);
@@ -253,6 +259,70 @@ fn inside_a_guest_computes() {
         other => panic!("{other:?}"),
     }
     assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
+}
+
+/// Loses interrupts, once in a minute or so: see `src/inside/visits.rs`, without which a processor
+/// of the host stands still then.
+#[test]
+#[ignore = "takes minutes, and depends on luck"]
+fn lost_interrupts_are_found() {
+    let _alone = alone();
+    let host = VirtualHost::start(&config()).unwrap();
+    host.put_file(&std::env::current_exe().unwrap(), "/tmp/test", 0o755).unwrap();
+    let inner = ["--ignored", "--exact", "--nocapture", "inside_interrupts_are_lost"];
+    let inner = Command::new("/tmp/test").args(inner);
+    let captured = host.output(&inner.time_limit(Duration::from_secs(200))).unwrap();
+    println!("{}", captured.text());
+    assert!(captured.status.success(), "{captured:?}");
+}
+
+/// A vCPU that exits all the time, with interrupts disabled and a window for one requested, and a
+/// thread that sleeps again and again, both on processor 1, which a third one watches.
+#[test]
+#[ignore = "runs inside the virtual host"]
+fn inside_interrupts_are_lost() {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+    use std::thread;
+
+    const RUN: Duration = Duration::from_secs(150);
+    fn only_on(processor: usize) {
+        let mut set = rustix::thread::CpuSet::new();
+        set.set(processor);
+        rustix::thread::sched_setaffinity(None, &set).unwrap();
+    }
+    only_on(2);
+    thread::spawn(|| {
+        only_on(1);
+        // xor eax, eax; cpuid; jmp to cpuid
+        let mut code = [0; 24];
+        code[..6].copy_from_slice(&[0x31, 0xc0, 0x0f, 0xa2, 0xeb, 0xfa]);
+        let (_vm, mut vcpu, _memory) = machine(code);
+        vcpu.get_kvm_run().request_interrupt_window = 1;
+        panic!("{:?}", vcpu.run());
+    });
+    let (sleeps, longest_us) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let (counted, longest) = (sleeps.clone(), longest_us.clone());
+    thread::spawn(move || {
+        only_on(1);
+        loop {
+            let started = Instant::now();
+            thread::sleep(Duration::from_micros(50));
+            longest.fetch_max(started.elapsed().as_micros() as u64, Relaxed);
+            counted.fetch_add(1, Relaxed);
+        }
+    });
+    let started = Instant::now();
+    let (mut before, mut still) = (0, Instant::now());
+    while started.elapsed() < RUN {
+        thread::sleep(Duration::from_millis(100));
+        let now = sleeps.load(Relaxed);
+        if now != before {
+            (before, still) = (now, Instant::now());
+        }
+        assert!(still.elapsed() < Duration::from_secs(20), "{before} sleeps, then none");
+    }
+    println!("{before} sleeps, the longest {} us", longest_us.load(Relaxed));
 }
 
 #[test]

@@ -9,8 +9,8 @@
 //! and the result is the median of these comparisons with a confidence interval. A second turn
 //! without a tracker shows the noise of the comparison.
 //!
-//! Further series count instructions instead, in an emulator, which have no noise (`counted`), or how
-//! often and how long a zone's lock is taken (`locks`).
+//! Further series count instructions instead, in an emulator, which have no noise (`counted`), or
+//! how often and how long a zone's lock is taken (`locks`).
 
 use ebb_agent::page_faults::{FaultKind, TaskKind};
 use serde::Serialize;
@@ -118,16 +118,21 @@ impl Sizes {
 }
 
 fn plan(tracker: Tracker) -> SeriesPlan {
-    let summary = match tracker {
-        Tracker::Off => {
-            "no tracker; its overhead is that of a second turn without one, which shows the noise"
-        }
+    let noise =
+        "no tracker; its overhead is that of a second turn without one, which shows the noise";
+    let summary = summary(tracker, noise);
+    let setup = Setup { driver: Driver::tracking(tracker), ..Setup::EBB };
+    SeriesPlan::new(tracker.name(), summary, Run::SameGuests(setup, run))
+}
+
+/// Summary of a tracker's series; `without` is that of the series without a tracker.
+fn summary(tracker: Tracker, without: &'static str) -> &'static str {
+    match tracker {
+        Tracker::Off => without,
         Tracker::Percpu => "an array of freed pages for each CPU",
         Tracker::Bitmap => "a bitmap of freed blocks for each zone",
         Tracker::Reporting => "the kernel's own page reporting",
-    };
-    let setup = Setup { driver: Driver::tracking(tracker), ..Setup::EBB };
-    SeriesPlan::new(tracker.name(), summary, Run::SameGuests(setup, run))
+    }
 }
 
 /// The metrics in time, in instructions and of the zone's lock; the overheads are metrics of the

@@ -3,8 +3,8 @@
 //! Such a guest needs neither KVM nor a virtual host. With `-icount shift=0` each instruction takes
 //! a nanosecond of all its clocks, and with `sleep=off` the clocks skip the time in which it is
 //! idle (QEMU, docs/devel/tcg-icount.rst): what it measures does not depend on the machine below.
-//! The emulator executes one vCPU at a time, and an instruction with a repeat prefix counts once for each
-//! repetition.
+//! The emulator executes one vCPU at a time, and an instruction with a repeat prefix counts once
+//! for each repetition.
 
 use std::path::{Path, PathBuf};
 use std::process::Command as Program;

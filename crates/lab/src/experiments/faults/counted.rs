@@ -13,7 +13,7 @@ use ebb_agent::page_faults::FaultKind;
 use ebb_agent::page_faults::instructions::{FaultInstructions, InstructionReport};
 use ebb_agent::protocol::Command;
 
-use super::{KINDS, TRACKERS};
+use super::{KINDS, TRACKERS, summary};
 use crate::LabError;
 use crate::harness::driver::{Driver, Tracker};
 use crate::harness::emulator::Emulator;
@@ -71,12 +71,8 @@ fn series_name(tracker: Tracker) -> &'static str {
 /// The series, one for each tracker.
 pub(super) fn plans() -> impl Iterator<Item = SeriesPlan> {
     TRACKERS.into_iter().map(|tracker| {
-        let summary = match tracker {
-            Tracker::Off => "instructions without a tracker, in an emulator that counts them",
-            Tracker::Percpu => "the same with an array of freed pages for each CPU",
-            Tracker::Bitmap => "the same with a bitmap of freed blocks for each zone",
-            Tracker::Reporting => "the same with the kernel's own page reporting",
-        };
+        let summary =
+            summary(tracker, "instructions without a tracker, in an emulator that counts them");
         SeriesPlan::new(series_name(tracker), summary, Run::Emulated(run))
     })
 }

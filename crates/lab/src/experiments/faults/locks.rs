@@ -3,9 +3,9 @@
 //! Guests run in the emulator that counts instructions, with a kernel that keeps statistics of its
 //! locks (`make zone-lock` compiles it). The emulator executes one vCPU at a time, for as many
 //! instructions as the next timer allows. What is exact is therefore how often the lock is taken,
-//! with any number of vCPUs, and how long it is held with one. With several, a vCPU is often stopped
-//! while it holds the lock, as vCPUs of a crowded host are: the time that it does not run counts as
-//! held.
+//! with any number of vCPUs, and how long it is held with one. With several, a vCPU is often
+//! stopped while it holds the lock, as vCPUs of a crowded host are: the time that it does not run
+//! counts as held.
 
 use std::thread;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use ebb_agent::page_faults::{FaultKind, FaultReport, TaskKind};
 use ebb_agent::protocol::Command;
 use serde_json::Value;
 
-use super::TRACKERS;
+use super::{TRACKERS, summary};
 use crate::LabError;
 use crate::error::GuestProblem;
 use crate::harness::driver::{Driver, Tracker};
@@ -88,14 +88,10 @@ fn series_name(tracker: Tracker) -> &'static str {
 /// The series, one for each tracker. They need a kernel that is not Debian's.
 pub(super) fn plans() -> impl Iterator<Item = SeriesPlan> {
     TRACKERS.into_iter().map(|tracker| {
-        let summary = match tracker {
-            Tracker::Off => {
-                "the zone's lock without a tracker, with up to 16 vCPUs (make zone-lock)"
-            }
-            Tracker::Percpu => "the same with an array of freed pages for each CPU",
-            Tracker::Bitmap => "the same with a bitmap of freed blocks for each zone",
-            Tracker::Reporting => "the same with the kernel's own page reporting",
-        };
+        let summary = summary(
+            tracker,
+            "the zone's lock without a tracker, with up to 16 vCPUs (make zone-lock)",
+        );
         SeriesPlan::new(series_name(tracker), summary, Run::Emulated(run)).when_named()
     })
 }
