@@ -107,8 +107,10 @@ pub enum PageEvent {
 pub enum ArrayEvent {
     /// It was looked through, and so many are left.
     Scan,
-    /// It waits for its thread, with so many.
+    /// It has no room before its thread's turn, with so many.
     Full,
+    /// It is handed over before it is full, with so many.
+    Flush,
     /// The thread has taken so many.
     Turn,
 }
@@ -196,8 +198,12 @@ const PAGE_EVENTS: [(&str, PageEvent); 18] = [
     ("lost", PageEvent::Lost),
     ("again", PageEvent::Again),
 ];
-const ARRAY_EVENTS: [(&str, ArrayEvent); 3] =
-    [("scan", ArrayEvent::Scan), ("full", ArrayEvent::Full), ("turn", ArrayEvent::Turn)];
+const ARRAY_EVENTS: [(&str, ArrayEvent); 4] = [
+    ("scan", ArrayEvent::Scan),
+    ("full", ArrayEvent::Full),
+    ("flush", ArrayEvent::Flush),
+    ("turn", ArrayEvent::Turn),
+];
 const STAGES: [(&str, Stage); 4] = [
     ("start", Stage::Start),
     ("started", Stage::Started),

@@ -188,24 +188,59 @@ fn bitmap_reports_what_is_marked() {
 fn percpu_isolates_what_its_cpu_has_captured() {
     let freed = ["free 1 0 4096", "capture 1 0 4096"];
     let used = ["remove 1 0 1024", "alloc 1 0 1024", "free 1 0 1024", "capture 1 0 1024"];
-    let turn = ["drain 1 0 1024", "full 0 0 2", "turn 0 0 2"];
+    let turn = ["drain 1 0 1024", "flush 0 0 2", "turn 0 0 2"];
     let whole = block(10, 1024);
     assert_eq!(problem(&PERCPU, &[&freed[..], &used, &turn, &HANDLED].concat()), None);
     assert_eq!(problem(&PERCPU, &HANDLED), Some((0, Problem::NotCaptured(whole))));
     let other = [&freed[..], &used, &turn, &["isolate 1 10 1024 1"]].concat();
     assert_eq!(problem(&PERCPU, &other), Some((9, Problem::NotCaptured(whole))));
 
-    let missed = [&freed[..1], &used, &["drain 1 0 1024", "full 0 0 1", "turn 0 0 1"]].concat();
+    let missed = [&freed[..1], &used, &["drain 1 0 1024", "flush 0 0 1", "turn 0 0 1"]].concat();
     assert_eq!(problem(&PERCPU, &missed), Some((7, Problem::FreeMissed(block(0, 4096)))));
     let invented = ["capture 1 0 4096"];
     assert_eq!(problem(&PERCPU, &invented), Some((0, Problem::NotFreed(block(0, 4096)))));
-    let fewer = [&freed[..], &["full 0 0 2"]].concat();
+    let fewer = [&freed[..], &["flush 0 0 2"]].concat();
     let entries = Problem::Entries { expected: 1, recorded: 2 };
     assert_eq!(problem(&PERCPU, &fewer), Some((2, entries)));
     let lost = ["free 1 0 4096", "lost 1 0 4096"];
     assert_eq!(problem(&PERCPU, &lost), Some((1, Problem::ArrayNotFull)));
-    let full = [&freed[..], &["full 0 0 1", "free 1 0 4097", "capture 1 0 4097"]].concat();
-    assert_eq!(problem(&PERCPU, &full), Some((4, Problem::ArrayFull)));
+    let unscanned = [&freed[..], &["full 0 0 1"]].concat();
+    assert_eq!(problem(&PERCPU, &unscanned), Some((2, Problem::ArrayNotFull)));
+}
+
+#[test]
+fn an_array_of_percpu_has_room_until_a_scan_leaves_it_full() {
+    let used: Vec<String> = (4096..4160).map(|page| format!("alloc 1 0 {page}")).collect();
+    let freed: Vec<String> = (4096..4160)
+        .flat_map(|page| [format!("free 1 0 {page}"), format!("capture 1 0 {page}")])
+        .collect();
+    let used: Vec<&str> = used.iter().map(String::as_str).collect();
+    let freed: Vec<&str> = freed.iter().map(String::as_str).collect();
+    let before = [&["block 1 10 1024"], &used[..], &["start 0 0 1", "started 0 0 1"]].concat();
+    let problem = |lines: &[&str]| problem(&before, lines);
+
+    let (lost, next) = (["lost 1 0 4160"], ["free 1 0 4160"]);
+    let full = [&freed[..], &["scan 0 0 57", "full 0 0 57"]].concat();
+    let before_it_was_used = ["alloc 1 0 4160"];
+    let full_and_lost = [&before_it_was_used[..], &full, &next, &lost].concat();
+    assert_eq!(problem(&full_and_lost), None);
+    let written = [&before_it_was_used[..], &full, &next, &["capture 1 0 4160"]].concat();
+    assert_eq!(problem(&written), Some((132, Problem::ArrayFull)));
+    let room = [&before_it_was_used[..], &freed, &["scan 0 0 56"], &next, &lost].concat();
+    assert_eq!(problem(&room), Some((131, Problem::ArrayNotFull)));
+
+    // Handed over, it is written on until its turn; there is one turn for both reasons.
+    let flushed = [&freed[..2], &["flush 0 0 1"], &freed[2..]].concat();
+    assert_eq!(problem(&[&flushed[..], &["scan 0 0 1", "turn 0 0 1"]].concat()), None);
+    let both = [&flushed[..], &["scan 0 0 57", "full 0 0 57", "turn 0 0 57"]].concat();
+    assert_eq!(problem(&both), None);
+    let again = [&both[..], &["turn 0 0 0"]].concat();
+    assert_eq!(problem(&again), Some((132, Problem::ArrayNotDue)));
+    let lost = [&flushed[..3], &["free 1 0 4097", "lost 1 0 4097"]].concat();
+    assert_eq!(problem(&lost), Some((4, Problem::ArrayNotFull)));
+    let twice = [&flushed[..3], &["flush 0 0 1"]].concat();
+    assert_eq!(problem(&twice), Some((3, Problem::NothingToFlush)));
+    assert_eq!(problem(&["flush 0 0 0"]), Some((0, Problem::NothingToFlush)));
 }
 
 #[test]
@@ -215,9 +250,9 @@ fn the_last_entry_of_percpu_stands_for_its_block_until_it_may_be_gone() {
     let captured = ["free 1 0 4096", "capture 1 0 4096"];
     assert_eq!(problem(&PERCPU, &[&captured[..], &again].concat()), None);
     assert_eq!(problem(&PERCPU, &again), Some((1, not_captured)));
-    let full = [&captured[..], &["full 0 0 1"]].concat();
-    assert_eq!(problem(&PERCPU, &[&full[..], &again].concat()), None);
-    let taken = [&full[..], &["turn 0 0 1"], &again].concat();
+    let flushed = [&captured[..], &["flush 0 0 1"]].concat();
+    assert_eq!(problem(&PERCPU, &[&flushed[..], &again].concat()), None);
+    let taken = [&flushed[..], &["turn 0 0 1"], &again].concat();
     assert_eq!(problem(&PERCPU, &taken), Some((5, not_captured)));
     let used = ["remove 1 0 1024", "alloc 1 0 1024", "free 1 0 1024", "again 1 0 1024"];
     let elsewhere = [&captured[..], &used].concat();

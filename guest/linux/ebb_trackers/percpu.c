@@ -34,7 +34,8 @@
  *   (percpu_merge=0 is v8's behaviour). A thousand pages are two huge pages,
  *   and v8 was full of them all the time.
  * - So it takes long until the array is full, and it is handed over after
- *   percpu_flush_ms in any case. 0 is v8's behaviour.
+ *   percpu_flush_ms in any case; what has room is written on until the thread's
+ *   turn. 0 is v8's behaviour.
  * - An array is full when the scan frees less than 1/8 of it. A scan for every
  *   single free would be the end of a nearly full array otherwise.
  * - The thread gives the hook another array at once. v8's thread kept it until
@@ -165,7 +166,7 @@ static bool ebb_array_fill_batch(struct ebb_array *array)
 
 static int ebb_percpu_should_run(unsigned int cpu)
 {
-	return READ_ONCE(per_cpu(ebb_arrays, cpu).full);
+	return READ_ONCE(per_cpu(ebb_arrays, cpu).due);
 }
 
 /* Reports what is in the array. */

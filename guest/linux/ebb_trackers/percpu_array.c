@@ -49,8 +49,7 @@ unsigned int ebb_percpu_entries(void)
 /* Interrupts are off on the array's CPU. */
 static void ebb_array_hand_over(struct ebb_array *array)
 {
-	ebb_record(EBB_EVENT_FULL, NULL, array->used, 0);
-	array->full = true;
+	array->due = true;
 	irq_work_queue(&array->wake);
 }
 
@@ -79,8 +78,11 @@ static void ebb_array_scan(struct ebb_array *array)
 	/* The last entry may have been dropped. */
 	array->last = EBB_NO_PFN;
 	ebb_record(EBB_EVENT_SCAN, NULL, kept, 0);
-	if (kept > percpu_entries - percpu_entries / 8)
+	if (kept > percpu_entries - percpu_entries / 8) {
+		ebb_record(EBB_EVENT_FULL, NULL, kept, 0);
+		array->full = true;
 		ebb_array_hand_over(array);
+	}
 }
 
 /* Whether a page is in the block that the last entry stands for. */
@@ -154,6 +156,7 @@ void ebb_array_take(struct ebb_array *array)
 	array->taken_count = array->used;
 	array->used = 0;
 	array->full = false;
+	array->due = false;
 	array->last = EBB_NO_PFN;
 	local_irq_enable();
 }
@@ -167,8 +170,10 @@ static void ebb_array_flush(void *unused)
 {
 	struct ebb_array *array = this_cpu_ptr(&ebb_arrays);
 
-	if (array->used && !array->full)
+	if (array->used && !array->due) {
+		ebb_record(EBB_EVENT_FLUSH, NULL, array->used, 0);
 		ebb_array_hand_over(array);
+	}
 }
 
 void ebb_arrays_flush(void)
@@ -236,6 +241,7 @@ void ebb_arrays_free(void)
 		array->used = 0;
 		array->taken_count = 0;
 		array->full = false;
+		array->due = false;
 		array->last = EBB_NO_PFN;
 	}
 	mutex_unlock(&ebb_memory_mutex);

@@ -18,9 +18,10 @@ struct task_struct;
  * struct ebb_array - freed pages of one CPU
  * @used: number of @entries
  * @full: the thread has to take @entries before there is room again
+ * @due: the thread has to take @entries, whether there is room or not
  * @last: the last entry, while it is sure to be in @entries and stands for its
  *	block; else EBB_NO_PFN
- * @entries: page frame numbers. These four are changed by their own CPU with
+ * @entries: page frame numbers. These five are changed by their own CPU with
  *	interrupts off.
  * @taken_count: number of @taken
  * @taken: what the thread has taken. These two are under ebb_memory_mutex.
@@ -30,6 +31,7 @@ struct task_struct;
 struct ebb_array {
 	unsigned int used;
 	bool full;
+	bool due;
 	unsigned long last;
 	unsigned long *entries;
 	unsigned int taken_count;
@@ -58,7 +60,7 @@ void ebb_percpu_freed(void *unused, struct page *page, unsigned int order);
 /* The thread takes what the hook has written, and leaves it an empty array. */
 void ebb_array_take(struct ebb_array *array);
 
-/* Hands over all arrays that are not empty. Sleeps. */
+/* Hands over all arrays that are not empty, and they are written on until their turn. Sleeps. */
 void ebb_arrays_flush(void);
 
 #endif

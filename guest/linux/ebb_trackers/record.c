@@ -59,6 +59,7 @@ static const char *const ebb_event_names[EBB_EVENTS] = {
 	[EBB_EVENT_AGAIN] = "again",
 	[EBB_EVENT_SCAN] = "scan",
 	[EBB_EVENT_FULL] = "full",
+	[EBB_EVENT_FLUSH] = "flush",
 	[EBB_EVENT_TURN] = "turn",
 	[EBB_EVENT_START] = "start",
 	[EBB_EVENT_STARTED] = "started",

@@ -36,7 +36,8 @@ struct zone;
  *
  * Those without a block have a number in its place:
  * @EBB_EVENT_SCAN: tracker percpu: the CPU's array was scanned; entries left
- * @EBB_EVENT_FULL: tracker percpu: the CPU's array waits for its thread
+ * @EBB_EVENT_FULL: tracker percpu: the CPU's array has no room before its thread's turn
+ * @EBB_EVENT_FLUSH: tracker percpu: the CPU's array is handed over before it is full
  * @EBB_EVENT_TURN: tracker percpu: the thread has taken the array; entries
  * @EBB_EVENT_START: a tracker is being started; its place in the list of trackers
  * @EBB_EVENT_STARTED: it runs
@@ -65,6 +66,7 @@ enum ebb_event {
 	EBB_EVENT_AGAIN,
 	EBB_EVENT_SCAN,
 	EBB_EVENT_FULL,
+	EBB_EVENT_FLUSH,
 	EBB_EVENT_TURN,
 	EBB_EVENT_START,
 	EBB_EVENT_STARTED,

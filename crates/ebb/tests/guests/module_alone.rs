@@ -33,7 +33,8 @@ fn trackers_need_their_module(scene: &Scene) {
     let module = Module::start(setup, &["tracker=percpu"]);
     let guest = &module.guest;
     let load_trackers = || {
-        let parameters = "percpu_flush_ms=200 bitmap_threshold=1 bitmap_delay_ms=50";
+        // So short that an array is handed over while a program ends, several times.
+        let parameters = "percpu_flush_ms=20 bitmap_threshold=1 bitmap_delay_ms=50";
         module.try_load_trackers(parameters).unwrap_or_else(|error| panic!("{error}"));
     };
     let is_reporting = |tracker: &str| {
@@ -59,6 +60,12 @@ fn trackers_need_their_module(scene: &Scene) {
     load_trackers();
     assert_eq!(module.get("tracker"), "percpu");
     is_reporting("percpu");
+    // What is freed while a thread waits for the host has room in the next array.
+    for _ in 0..8 {
+        guest.run(Command::Hold { bytes: 192 * MIB, pattern: 9 });
+        guest.run(Command::Release);
+    }
+    assert_eq!(module.counter("lost"), 0, "no array was full");
 
     // The driver cannot go before the trackers, which go while one of them runs.
     for tracker in ["percpu", "bitmap"] {

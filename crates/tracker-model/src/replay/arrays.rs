@@ -19,6 +19,8 @@ const NESTED_MAX: usize = 4;
 struct Array {
     used: u32,
     full: bool,
+    /// Its thread has been told to take it.
+    due: bool,
     /// A scan has left so many that the next event has to be that it is full.
     is_to_be_full: bool,
     /// Freed, and not in the array or lost yet.
@@ -122,16 +124,24 @@ impl Arrays {
             }
             ArrayEvent::Full => {
                 expected(array.used)?;
-                if array.full || array.used == 0 {
-                    return Err(Problem::ArrayFull);
+                if !array.is_to_be_full {
+                    return Err(Problem::ArrayNotFull);
                 }
                 array.full = true;
+                array.due = true;
                 array.is_to_be_full = false;
+            }
+            ArrayEvent::Flush => {
+                expected(array.used)?;
+                if array.due || array.used == 0 {
+                    return Err(Problem::NothingToFlush);
+                }
+                array.due = true;
             }
             ArrayEvent::Turn => {
                 expected(array.used)?;
-                if !array.full {
-                    return Err(Problem::ArrayNotFull);
+                if !array.due {
+                    return Err(Problem::ArrayNotDue);
                 }
                 // The thread does not run inside a hook.
                 if let Some(&missed) = array.freed.first()
@@ -140,6 +150,7 @@ impl Arrays {
                     return Err(Problem::FreeMissed(missed));
                 }
                 array.full = false;
+                array.due = false;
                 array.used = 0;
                 array.last = None;
                 array.taken = std::mem::take(&mut array.written);

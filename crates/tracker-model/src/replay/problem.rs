@@ -75,12 +75,19 @@ pub enum Problem {
     /// `percpu`: isolated, and nothing around it was written down.
     #[error("{0:?} is isolated, and nothing around it was written down")]
     NotCaptured(Block),
-    /// `percpu`: a full array is written to or filled again.
+    /// `percpu`: a full array is written to.
     #[error("the CPU's array is full already")]
     ArrayFull,
-    /// `percpu`: a free is lost or a thread woken for an array that is not full.
+    /// `percpu`: a free is lost because of an array that is not full, or one is said to be full
+    /// that no scan has left full.
     #[error("the CPU's array is not full")]
     ArrayNotFull,
+    /// `percpu`: an array is handed over that is empty or was handed over before.
+    #[error("the CPU's array is empty or handed over already")]
+    NothingToFlush,
+    /// `percpu`: a thread takes an array that was not handed over.
+    #[error("the CPU's array was not handed over")]
+    ArrayNotDue,
     /// `percpu`: an array does not have so many entries.
     #[error("the CPU's array has {expected} entries, and {recorded} are recorded")]
     Entries {
