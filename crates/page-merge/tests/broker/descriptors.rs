@@ -19,10 +19,7 @@ pub fn serve(path: &Path) {
     std::thread::spawn(|| {
         println!("\nlistening");
         for line in std::io::stdin().lines() {
-            let spare = line.unwrap().parse().unwrap();
-            // Counting them takes one.
-            limit(1000);
-            limit(limit_with(spare));
+            limit(limit_with(line.unwrap().parse().unwrap()));
             println!("\nspare");
         }
     });
@@ -34,15 +31,12 @@ fn limit(descriptors: u64) {
     setrlimit(Resource::Nofile, limit).unwrap();
 }
 
-/// The limit below which `spare` numbers of descriptors are free.
+/// The limit below which `spare` numbers of descriptors are free. Takes no descriptor itself: if the
+/// limit were raised for it, the broker would meanwhile accept a client that waits or has gone, and
+/// its descriptors would count as taken.
 fn limit_with(spare: usize) -> u64 {
-    let entries = std::fs::read_dir("/proc/self/fd").unwrap();
-    let numbers =
-        entries.map(|entry| entry.unwrap().file_name().to_str().unwrap().parse().unwrap());
-    let mut open: Vec<u64> = numbers.collect();
-    // The directory's own descriptor was closed with it.
-    open.retain(|number| std::fs::symlink_metadata(format!("/proc/self/fd/{number}")).is_ok());
-    (0..).filter(|number| !open.contains(number)).nth(spare).unwrap()
+    let is_open = |number| std::fs::symlink_metadata(format!("/proc/self/fd/{number}")).is_ok();
+    (0..).filter(|&number| !is_open(number)).nth(spare).unwrap()
 }
 
 impl Process {
