@@ -257,9 +257,13 @@ impl Guest {
     /// Waits for the end of a command and returns its result.
     #[track_caller]
     pub fn outcome(&self, id: u64) -> Result<Value, String> {
-        self.wait(limit(COMMAND_LIMIT_S), &format!("the end of command {id}"), |said| {
-            self.end_of(said, id)
-        })
+        self.outcome_within(COMMAND_LIMIT_S, id)
+    }
+
+    /// As [`outcome`](Self::outcome), for commands that may take longer than others.
+    #[track_caller]
+    pub fn outcome_within(&self, seconds: u64, id: u64) -> Result<Value, String> {
+        self.wait(limit(seconds), &format!("the end of command {id}"), |said| self.end_of(said, id))
     }
 
     /// Runs a command of the agent, which must succeed.

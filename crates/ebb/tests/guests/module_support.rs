@@ -243,7 +243,9 @@ impl Module {
     /// Waits for the end of a churn and checks that no page was wrong.
     #[track_caller]
     pub fn churned(&self, id: u64) -> ChurnReport {
-        let result = self.guest.outcome(id).unwrap_or_else(|error| panic!("churn: {error}"));
+        // As much as a test has at most: sixteen vCPUs on two processors take turns to spin.
+        let result =
+            self.guest.outcome_within(240, id).unwrap_or_else(|error| panic!("churn: {error}"));
         let report: ChurnReport = serde_json::from_value(result).expect("a report");
         assert!(report.wrong_pages == 0, "{WRONG_CONTENT}: {report:#?}");
         assert!(report.pages_verified > 0, "{report:#?}");

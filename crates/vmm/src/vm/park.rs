@@ -202,9 +202,9 @@ impl Vm {
 
     /// Stage 2: what is free comes back, even if nothing else is possible.
     fn report_all(&self, is_evicted: bool, deadline: Instant, ticket: &Ticket) -> Ended {
-        let left = deadline.saturating_duration_since(Instant::now()).as_millis();
-        let most_ms = ReclaimRequest::default().timeout_ms;
-        let timeout_ms = u64::try_from(left).unwrap_or(u64::MAX).clamp(1, most_ms);
+        // A guest that does not answer must not cost the trim its time.
+        let half = deadline.saturating_duration_since(Instant::now()) / 2;
+        let timeout_ms = u64::try_from(half.as_millis()).unwrap_or(u64::MAX).max(1);
         let answer = self
             .reclaim(ReclaimRequest { timeout_ms, min_order: 0 })
             .and_then(|outcome| finish(outcome, ticket));
