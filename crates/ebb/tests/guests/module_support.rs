@@ -21,8 +21,8 @@ const COMPLAINTS: [&str; 6] =
 const CIRCUMSTANCES: [&str; 4] = ["comm:", "+0x", "gfp", "failure"];
 /// Path of the driver's counters.
 const COUNTERS: &str = "/sys/kernel/debug/ebb_balloon/counters";
-/// Longest wait for the end of a churn, in seconds: with many vCPUs on a busy machine it takes longer
-/// than other commands may.
+/// Longest wait for the end of a churn, in seconds: with many vCPUs on a busy machine it takes
+/// longer than other commands may.
 const CHURN_LIMIT_S: u64 = 240;
 
 /// Modules of a test.

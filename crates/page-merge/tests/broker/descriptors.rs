@@ -31,9 +31,9 @@ fn limit(descriptors: u64) {
     setrlimit(Resource::Nofile, limit).unwrap();
 }
 
-/// The limit below which `spare` numbers of descriptors are free. Takes no descriptor itself: if the
-/// limit were raised for it, the broker would meanwhile accept a client that waits or has gone, and
-/// its descriptors would count as taken.
+/// The limit below which `spare` numbers of descriptors are free. Takes no descriptor itself: if
+/// the limit were raised for it, the broker would meanwhile accept a client that waits or has gone,
+/// and its descriptors would count as taken.
 fn limit_with(spare: usize) -> u64 {
     let is_open = |number| std::fs::symlink_metadata(format!("/proc/self/fd/{number}")).is_ok();
     (0..).filter(|&number| !is_open(number)).nth(spare).unwrap()
