@@ -7,17 +7,19 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use ebb_vmm::api::{
-    BalloonFeature, BalloonInfo, BalloonState, BalloonTarget, Client, ClientError,
-    FreePagesRequest, LinkState, MAX_STATISTICS_INTERVAL_SECONDS, MergeSettings, RateLimits,
-    ReclaimRequest, SnapshotReport, StatisticsDocument, StatisticsInterval, TrimReport, VmInfo,
-    VmState, prometheus,
+    BalloonFeature, BalloonInfo, BalloonState, BalloonTarget, CheckpointReport, Client,
+    ClientError, FreePagesRequest, LinkState, MAX_STATISTICS_INTERVAL_SECONDS, MergeSettings,
+    RateLimits, ReclaimRequest, SnapshotReport, StatisticsDocument, StatisticsInterval, TrimReport,
+    VmInfo, VmState, prometheus,
 };
+use ebb_vmm::checkpoint;
 use ebb_vmm::config::Backing;
 use ebb_vmm::size::ByteSize;
 use ebb_vmm::snapshot;
 use serde::Serialize;
 use serde_json::json;
 
+use crate::checkpoints;
 use crate::flags::{Settings, word};
 
 mod disks;
@@ -41,6 +43,7 @@ Examples:
   ebb ctl /tmp/vm.sock limits disk0 --bandwidth 50M --ops 1000
   ebb ctl /tmp/vm.sock merge --run unmerge
   ebb ctl /tmp/vm.sock snapshot /tmp/vm.snapshot
+  ebb ctl /tmp/vm.sock checkpoint ready
 The same with curl: curl --unix-socket /tmp/vm.sock http://localhost/vm
 Description of the API: curl --unix-socket /tmp/vm.sock http://localhost/openapi.json";
 
@@ -54,7 +57,7 @@ pub struct Args {
     /// Print one JSON document instead of a table
     #[arg(long, global = true)]
     json: bool,
-    /// Time limit for the monitor's answer [default: 5; 600 for snapshot and merge; 5 more than the
+    /// Time limit for the monitor's answer [default: 5; 600 for snapshot, checkpoint and merge; 5 more than the
     /// guest's for free-pages, reclaim and park]
     #[arg(
         long,
@@ -91,6 +94,14 @@ enum Command {
         /// Path of the file; an existing file is replaced if it is a snapshot
         #[arg(value_name = "FILE")]
         file: PathBuf,
+    },
+    /// Keep the machine in memory for `ebb fork`, or write it to a file; a running guest stands still
+    /// for milliseconds
+    Checkpoint {
+        /// A name of letters, digits, `.`, `_` and `-`: kept in memory until `ebb checkpoints
+        /// remove NAME`. A path with a slash: a file, as `snapshot` writes it
+        #[arg(value_name = "NAME|FILE")]
+        target: String,
     },
     /// End it at once, like pulling the plug
     Kill,
@@ -175,7 +186,7 @@ enum Form {
 
 fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
     let usual = match &args.command {
-        Command::Snapshot { .. } | Command::Merge(_) => 600,
+        Command::Snapshot { .. } | Command::Checkpoint { .. } | Command::Merge(_) => 600,
         Command::FreePages(Settings(request)) => 5 + request.timeout_ms / 1000,
         Command::Reclaim(Settings(request)) => 5 + request.timeout_ms / 1000,
         Command::Park(args) => args.time_limit_seconds(),
@@ -195,6 +206,14 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         Command::Unpark => show(out, form, &client.get("/vm/park")?, park::status_rows),
         Command::Snapshot { file } => {
             show(out, form, &take_snapshot(&client, &file)?, snapshot_rows)
+        }
+        Command::Checkpoint { target } if target.contains('/') => {
+            let file = Path::new(&target);
+            show(out, form, &take_snapshot(&client, file)?, snapshot_rows)
+        }
+        Command::Checkpoint { target } => {
+            let report = checkpoint::keep(&client, &checkpoints::place(&target)?, &target)?;
+            show(out, form, &report, checkpoint_rows)
         }
         Command::Kill => show(out, form, &client.put("/vm/kill")?, state_row),
         Command::Balloon(BalloonArgs { action: None | Some(BalloonAction::Show) }) => {
@@ -348,6 +367,16 @@ fn snapshot_rows(report: &SnapshotReport) -> Vec<Row> {
         row("on disk", bytes(report.stored_bytes)),
         row("took", seconds(report.elapsed_ms)),
         row("guest paused for", seconds(report.paused_ms)),
+    ]
+}
+
+fn checkpoint_rows(report: &CheckpointReport) -> Vec<Row> {
+    let ms = |us: u64| format!("{:.1} ms", us as f64 / 1000.0);
+    vec![
+        row("checkpoint", report.name.as_str()),
+        row("process", report.pid.to_string()),
+        row("guest stood still for", ms(report.paused_us)),
+        row("of which for its memory", ms(report.forked_us)),
     ]
 }
 

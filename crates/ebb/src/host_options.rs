@@ -24,6 +24,10 @@ pub struct HostArgs {
     /// Socket for `ebb ctl` and `ebb migrate`
     #[arg(long, value_name = "PATH")]
     pub api: Option<PathBuf>,
+    /// Allow checkpoints of the machine in memory, from which `ebb fork` makes others
+    /// (docs/checkpoints.md). One thread of the monitor may then fork the process
+    #[arg(long, requires = "api")]
+    pub forkable: bool,
     /// System call filters
     #[arg(long, default_value = "on", value_parser = word::<Switch>())]
     pub seccomp: Switch,

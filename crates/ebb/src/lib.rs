@@ -1,6 +1,7 @@
 //! The command line of Ebb. Its only users are the program `ebb`, and the program that writes its
 //! man pages and completions (`crates/packages`).
 
+mod checkpoints;
 mod console;
 mod cp;
 mod ctl;
@@ -9,6 +10,7 @@ mod exec;
 mod extract_vmlinux;
 mod firecracker;
 mod flags;
+mod fork;
 mod guest;
 mod host_options;
 mod merge_broker;
@@ -54,6 +56,10 @@ enum Command {
     Migrate(Box<migrate::Args>),
     /// Receive a virtual machine from another monitor and run it
     Receive(Box<receive::Args>),
+    /// Make virtual machines from a running one, or from a checkpoint in memory
+    Fork(Box<fork::Args>),
+    /// List the checkpoints in memory, or end some
+    Checkpoints(checkpoints::Args),
     /// Describe a snapshot and check its integrity
     Snapshot(snapshot::Args),
     /// Inspect and change a running virtual machine through its API socket
@@ -97,6 +103,8 @@ pub fn main() -> ExitCode {
             Command::Restore(args) => restore::run(*args),
             Command::Migrate(args) => migrate::run(*args),
             Command::Receive(args) => receive::run(*args),
+            Command::Fork(args) => fork::run(*args),
+            Command::Checkpoints(args) => checkpoints::run(args),
             Command::Snapshot(args) => snapshot::run(args),
             Command::Ctl(args) => ctl::run(args),
             Command::Exec(args) => Ok(exec::run(args)),

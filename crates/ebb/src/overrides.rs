@@ -10,7 +10,7 @@ use ebb_vmm::config::net::NET_FORM;
 use ebb_vmm::config::options::DISK_FORM;
 use ebb_vmm::config::vsock::VSOCK_FORM;
 use ebb_vmm::config::{
-    BootFiles, DiskConfig, MergeOverrides, NetConfig, RateLimits, RebootAction, VsockOption,
+    BootFiles, DiskConfig, MergeOverrides, NetConfig, RateLimits, RebootAction, Switch, VsockOption,
 };
 use ebb_vmm::snapshot::{DescribedPaths, Overrides};
 
@@ -71,6 +71,7 @@ impl OverrideArgs {
             seccomp: self.host.seccomp,
             isolation: self.host.isolation.into_config(),
             clock: self.clock,
+            forkable: Switch::from_bool(self.host.forkable),
             on_reboot: self.on_reboot,
             boot: self.kernel.map(|kernel| BootFiles { kernel, initrd }),
             disks: self.disk,

@@ -11,7 +11,7 @@ use ebb_vmm::config::options::{self, BALLOON_FORM, DISK_FORM, MEMORY_FORM, NUMA_
 use ebb_vmm::config::vsock::{FIRST_GUEST_CID, VSOCK_FORM};
 use ebb_vmm::config::{
     BootFiles, ConfigError, DiskConfig, MemoryConfig, NetConfig, NumaNodeConfig, RateLimits,
-    RebootAction, VmConfig, VsockOption,
+    RebootAction, Switch, VmConfig, VsockOption,
 };
 use ebb_vmm::exit::GuestExit;
 use ebb_vmm::log;
@@ -133,6 +133,7 @@ impl Args {
             isolation: self.host.isolation.into_config(),
             on_reboot: self.on_reboot,
             clock: self.clock,
+            forkable: Switch::from_bool(self.host.forkable),
         };
         config.validate()?;
         Ok(config)

@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Reason why nothing may be discarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -37,7 +37,7 @@ impl fmt::Display for InhibitReason {
     }
 }
 
-type Counts = BTreeMap<InhibitReason, usize>;
+pub(crate) type Counts = BTreeMap<InhibitReason, usize>;
 
 /// The reasons in force. Discards hold the lock for reading, so that none is in progress once a
 /// reason has been added.
@@ -59,6 +59,11 @@ impl Inhibitors {
     pub(crate) fn permission(&self) -> Option<DiscardPermission<'_>> {
         let counts = self.counts.read().unwrap_or_else(PoisonError::into_inner);
         counts.is_empty().then_some(DiscardPermission { _counts: counts })
+    }
+
+    /// Waits until no discard is in progress, and lets none begin while the result lives.
+    pub(crate) fn hold(&self) -> RwLockWriteGuard<'_, Counts> {
+        self.counts.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The reasons in force.

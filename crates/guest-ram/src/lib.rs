@@ -21,6 +21,7 @@
 mod access;
 mod discard;
 mod error;
+mod fork;
 #[cfg(feature = "testing")]
 #[doc(hidden)]
 pub mod fuzzing;
@@ -54,6 +55,7 @@ mod zeros;
 
 pub use discard::{DiscardMethod, DiscardOutcome};
 pub use error::RamError;
+pub use fork::Still;
 pub use image::{
     CHUNK_BYTES, Extent, ImageError, ImageRegion, MAX_EXTENTS, RAM_IMAGE_VERSION, RamImage,
 };

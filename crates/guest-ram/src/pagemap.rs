@@ -64,6 +64,11 @@ impl Pagemap {
         file.ok().map(Self)
     }
 
+    /// The file.
+    pub(crate) fn file(&self) -> &File {
+        &self.0
+    }
+
     /// States of the `pages` pages from `address` on.
     pub(crate) fn read(&self, address: usize, pages: usize) -> io::Result<Vec<PageState>> {
         let mut entries = vec![0; pages * ENTRY_BYTES];

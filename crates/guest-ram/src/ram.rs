@@ -276,6 +276,14 @@ impl GuestRam {
         self.overlay.get()?.snapshot()
     }
 
+    pub(crate) fn inhibitors(&self) -> &Inhibitors {
+        &self.inhibitors
+    }
+
+    pub(crate) fn meter(&self) -> &Meter {
+        &self.meter
+    }
+
     /// Keeps pages from being merged and discarded while the result lives; `None` if no page of
     /// this memory is ever mapped from a file.
     pub(crate) fn lock_overlay(&self) -> Option<MutexGuard<'_, FileExtents>> {

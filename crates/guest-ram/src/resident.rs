@@ -24,7 +24,7 @@
 use std::fs::File;
 use std::io::{self, Read, Seek};
 use std::ops::AddAssign;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use ebb_abi::PAGE_SIZE_BYTES;
 
@@ -164,6 +164,16 @@ impl Meter {
             smaps: open("/proc/self/smaps"),
             of_process: open("/proc/self/ksm_merging_pages"),
         });
+    }
+
+    /// The files of /proc/self that it reads, with their names there.
+    pub(crate) fn process_files(&self) -> Option<(&'static str, MutexGuard<'_, File>)> {
+        let (accounting, file) = self.accounting.as_ref()?;
+        let name = match accounting {
+            Accounting::NumaMaps => "numa_maps",
+            Accounting::Smaps => "smaps",
+        };
+        Some((name, file.lock().unwrap_or_else(PoisonError::into_inner)))
     }
 
     /// Resident memory of the mappings.

@@ -12,6 +12,7 @@
 //! | [`devices`] | buses, serial line, platform registers, virtio over memory-mapped registers |
 //! | [`clock`] | the guest's clocks over pause, snapshot and restore |
 //! | [`snapshot`] | a virtual machine in a file |
+//! | [`checkpoint`] | a virtual machine in memory, and machines that are forked from it |
 //! | [`vm`] | the whole machine: built, run, paused, reset, saved, restored, moved |
 //! | [`api`] | the control socket |
 //! | [`firecracker`] | Firecracker's API to the same machine |
@@ -25,6 +26,7 @@
 pub mod acpi;
 pub mod api;
 pub mod boot;
+pub mod checkpoint;
 pub mod clock;
 pub mod config;
 pub mod cpu;
@@ -41,6 +43,7 @@ pub mod layout;
 pub mod log;
 pub mod mmds;
 mod own_pages;
+mod packet;
 pub mod probe;
 pub mod seccomp;
 pub mod size;

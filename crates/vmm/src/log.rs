@@ -3,8 +3,8 @@
 
 use std::io::{self, Write};
 use std::os::fd::AsFd;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{PoisonError, RwLock, RwLockWriteGuard};
 use std::time::Duration;
 
 use crate::devices::console::ConsoleOutput;
@@ -13,7 +13,7 @@ use crate::devices::console::ConsoleOutput;
 const LAST_LINES: Duration = Duration::from_millis(500);
 
 /// The queue, from the first machine of the process on.
-static QUEUE: OnceLock<Queue> = OnceLock::new();
+static QUEUE: RwLock<Option<Queue>> = RwLock::new(None);
 
 struct Queue {
     output: ConsoleOutput,
@@ -27,7 +27,7 @@ pub struct LogWriter;
 
 impl Write for LogWriter {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        match QUEUE.get() {
+        match &*QUEUE.read().unwrap_or_else(PoisonError::into_inner) {
             None => io::stderr().write_all(line)?,
             Some(queue) => queue.push(line),
         }
@@ -60,19 +60,35 @@ pub fn line(text: &str) {
 
 /// Starts the thread, which calls `restrict` first, unless the process has it already.
 pub(crate) fn start(restrict: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    if QUEUE.get().is_some() {
+    let mut queue = QUEUE.write().unwrap_or_else(PoisonError::into_inner);
+    if queue.is_some() {
         return Ok(());
     }
     let (output, writer) = ConsoleOutput::stream(io::stderr().as_fd().try_clone_to_owned()?);
     writer.spawn("log", restrict)?;
-    // Another call was first: its thread writes, and this one has nothing to do.
-    let _ = QUEUE.set(Queue { output, dropped: AtomicU64::new(0) });
+    *queue = Some(Queue { output, dropped: AtomicU64::new(0) });
     Ok(())
+}
+
+/// The log, in which no other thread is in the middle of anything.
+pub(crate) struct Held(RwLockWriteGuard<'static, Option<Queue>>);
+
+/// Holds the log while the process is forked; the other threads' lines wait.
+pub(crate) fn hold() -> Held {
+    Held(QUEUE.write().unwrap_or_else(PoisonError::into_inner))
+}
+
+impl Held {
+    /// In the new process, which does not have the thread: lines are written directly again.
+    pub(crate) fn forget_thread(mut self) {
+        // Its locks may be held by threads that are not here.
+        std::mem::forget(self.0.take());
+    }
 }
 
 /// Gives the last lines a moment to be written. Call it at the end of the process.
 pub fn finish() {
-    if let Some(queue) = QUEUE.get() {
+    if let Some(queue) = &*QUEUE.read().unwrap_or_else(PoisonError::into_inner) {
         queue.output.finish(LAST_LINES);
     }
 }

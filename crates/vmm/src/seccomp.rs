@@ -47,6 +47,9 @@ pub enum ThreadKind {
     Migrate,
     /// Merges equal pages of guest memory.
     Merge,
+    /// Forks the process, for checkpoints; in the new one, serves the checkpoint, and builds
+    /// machines from it. Only in monitors that were started for that.
+    Fork,
     /// The process beside the monitor that removes its sockets.
     Companion,
     /// Not part of a monitor: the broker of shared pages.
@@ -54,7 +57,7 @@ pub enum ThreadKind {
 }
 
 impl ThreadKind {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 13] = [
         Self::Main,
         Self::Api,
         Self::Vcpu,
@@ -65,6 +68,7 @@ impl ThreadKind {
         Self::Console,
         Self::Migrate,
         Self::Merge,
+        Self::Fork,
         Self::Companion,
         Self::Broker,
     ];
@@ -85,33 +89,49 @@ pub struct SeccompError {
 #[derive(Debug, Clone)]
 pub struct Filters {
     programs: Option<Arc<Vec<BpfProgram>>>,
-    rights: ThreadRights,
+    rights: Rights,
 }
 
 /// The filter for one thread.
 #[derive(Debug, Clone)]
 pub struct ThreadFilter {
     kind: ThreadKind,
-    rights: ThreadRights,
+    rights: Rights,
     programs: Option<Arc<Vec<BpfProgram>>>,
+}
+
+/// What a thread does about its rights before its filter is installed.
+#[derive(Debug, Clone, Copy)]
+enum Rights {
+    /// It gives these up, and its capabilities.
+    GiveUp(ThreadRights),
+    /// The thread that started it has given up everything.
+    GivenUp,
 }
 
 impl Filters {
     /// Compiles all lists, or none.
     pub fn new(switch: Switch) -> Result<Self, SeccompError> {
+        let rights = Rights::GiveUp(ThreadRights::default());
         if !switch.is_on() {
-            return Ok(Self { programs: None, rights: ThreadRights::default() });
+            return Ok(Self { programs: None, rights });
         }
         handler::limit_arenas();
         let programs =
             ThreadKind::ALL.iter().map(|&kind| compile(kind)).collect::<Result<_, _>>()?;
-        Ok(Self { programs: Some(Arc::new(programs)), rights: ThreadRights::default() })
+        Ok(Self { programs: Some(Arc::new(programs)), rights })
     }
 
     /// Makes threads also give up these rights.
     #[must_use]
     pub(crate) fn with_rights(self, rights: ThreadRights) -> Self {
-        Self { rights, ..self }
+        Self { rights: Rights::GiveUp(rights), ..self }
+    }
+
+    /// For a process whose only thread has given up all rights.
+    #[must_use]
+    pub(crate) fn without_rights(self) -> Self {
+        Self { rights: Rights::GivenUp, ..self }
     }
 
     /// Returns the filter for a thread of `kind`.
@@ -125,10 +145,13 @@ impl ThreadFilter {
     /// filters), and installs the filter of its kind.
     pub fn apply(&self) -> Result<(), SeccompError> {
         let failed = |problem: String| SeccompError { kind: self.kind, problem };
-        rustix::thread::set_no_new_privs(true)
-            .map_err(|errno| failed(format!("forbidding new privileges: {errno}")))?;
-        self.rights.drop().map_err(|error| failed(format!("dropping rights: {error}")))?;
-        handler::drop_all().map_err(|error| failed(format!("dropping capabilities: {error}")))?;
+        if let Rights::GiveUp(rights) = self.rights {
+            rustix::thread::set_no_new_privs(true)
+                .map_err(|errno| failed(format!("forbidding new privileges: {errno}")))?;
+            rights.drop().map_err(|error| failed(format!("dropping rights: {error}")))?;
+            handler::drop_all()
+                .map_err(|error| failed(format!("dropping capabilities: {error}")))?;
+        }
         let Some(program) =
             self.programs.as_ref().and_then(|programs| programs.get(self.kind as usize))
         else {
@@ -292,6 +315,24 @@ const BROKER: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
+/// Calls of a process that is forked from a monitor, and of the machines that it builds: a session
+/// of its own, descriptors that take the place of others or are closed, events, filters for the
+/// threads, and what the threads do before those.
+const FORK: &[c_long] = &[
+    libc::SYS_close_range,
+    libc::SYS_dup3,
+    libc::SYS_epoll_create1,
+    libc::SYS_eventfd2,
+    libc::SYS_getsockopt,
+    libc::SYS_prlimit64,
+    libc::SYS_rt_sigaction,
+    libc::SYS_seccomp,
+    libc::SYS_setsid,
+    libc::SYS_signalfd4,
+    // Its own process, whose number no filter of its ancestors can know. Its threads' filters can.
+    libc::SYS_tgkill,
+];
+
 /// Calls of the companion: requests, names of sockets, files below its directories, connections to
 /// sockets.
 const COMPANION: &[c_long] = &[
@@ -346,6 +387,12 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
             allow(DISCARD);
             allow(MERGE);
         }
+        // The threads of a machine that it builds are restricted further.
+        ThreadKind::Fork => {
+            for calls in [DISCARD, API, DISK, NET, VSOCK, MAIN, MIGRATE, FORK] {
+                allow(calls);
+            }
+        }
         ThreadKind::Companion => allow(COMPANION),
         ThreadKind::Broker => allow(BROKER),
     }
@@ -369,6 +416,19 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
         let thread = libc::CLONE_THREAD as u64;
         rules.insert(libc::SYS_clone, vec![masked(0, NEW_NAMESPACES | thread, thread)?]);
     }
+    if kind == ThreadKind::Fork {
+        let same = || masked(0, NEW_NAMESPACES, 0);
+        rules.insert(libc::SYS_clone, vec![same()?]);
+        let controls = [
+            libc::PR_SET_NO_NEW_PRIVS,
+            libc::PR_SET_NAME,
+            libc::PR_GET_NAME,
+            libc::PR_SET_DUMPABLE,
+            libc::PR_SCHED_CORE,
+        ];
+        let controls = controls.into_iter().map(|control| equal(0, control as u64));
+        rules.insert(libc::SYS_prctl, controls.collect::<Result<_, _>>()?);
+    }
     // With this flag, a TCP socket that is no longer connected would be connected anew (tcp(7)).
     if let Some(conditions) = rules.get_mut(&libc::SYS_sendmsg) {
         conditions.push(masked(2, libc::MSG_FASTOPEN as u64, 0)?);
@@ -382,7 +442,9 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
         rules.insert(libc::SYS_move_pages, vec![equal(0, 0)?]);
     }
     // Signals for the threads of this process only.
-    rules.insert(libc::SYS_tgkill, vec![equal(0, u64::from(std::process::id()))?]);
+    if kind != ThreadKind::Fork {
+        rules.insert(libc::SYS_tgkill, vec![equal(0, u64::from(std::process::id()))?]);
+    }
     let requests =
         ioctls(kind).iter().map(|&request| equal(1, request)).collect::<Result<Vec<_>, _>>()?;
     rules.insert(libc::SYS_ioctl, requests);
@@ -394,6 +456,7 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
         }
         // Whether a client's file is open for writing.
         ThreadKind::Migrate => controls.push(libc::F_GETFL),
+        ThreadKind::Fork => controls.extend([libc::F_GETFL, libc::F_SETFL]),
         _ => {}
     }
     let controls = controls.into_iter().map(|control| equal(1, control as u64));
@@ -434,7 +497,8 @@ const MISSING: &[c_long] = &[
 /// without.
 fn missing(kind: ThreadKind) -> impl Iterator<Item = c_long> {
     let opens = !matches!(kind, ThreadKind::Companion | ThreadKind::Broker);
-    MISSING.iter().copied().chain(opens.then_some(libc::SYS_openat))
+    let usual = MISSING.iter().copied().chain(opens.then_some(libc::SYS_openat));
+    usual.filter(move |&call| kind != ThreadKind::Fork || call != libc::SYS_prctl)
 }
 
 /// The beginning of each filter, which fails those calls (Linux

@@ -21,6 +21,7 @@ mod driver;
 mod ends;
 mod exec;
 mod firecracker;
+mod fork;
 mod guest;
 mod harness;
 mod hostile;
@@ -99,6 +100,7 @@ const TESTS: &[&[Test]] = &[
     planted_bug::TESTS,
     bad_input::TESTS,
     hostile::TESTS,
+    fork::TESTS,
     snapshot::TESTS,
     saving::TESTS,
     kills::TESTS,

@@ -16,7 +16,10 @@ use super::metrics::Metrics;
 use super::migration::{MigrationRequest, MigrationStatus};
 use super::net::{NetChange, NetInfo};
 use super::park::{ParkReport, ParkRequest, ParkStatus};
-use super::vm::{ConsoleInfo, SnapshotReport, SnapshotTarget, TrimReport, VmInfo, VmState};
+use super::vm::{
+    CheckpointReport, CheckpointTarget, ConsoleInfo, SnapshotReport, SnapshotTarget, TrimReport,
+    VmInfo, VmState,
+};
 
 /// A virtual machine as the API sees it.
 pub trait Machine: Send + Sync {
@@ -64,6 +67,10 @@ pub enum Operation {
     /// descriptor of the request. A running machine is stopped while its memory is copied. After
     /// any error the machine is as before. A client that hangs up cancels it.
     Snapshot(SnapshotTarget),
+    /// `PUT /vm/checkpoint`: keeps the machine in memory, in a process that serves the socket which is
+    /// the one descriptor of the request. A running machine stands still for the state of its
+    /// vCPUs and devices, and while its memory is made copy-on-write.
+    Checkpoint(CheckpointTarget),
     /// `PUT /vm/migrate`: starts a migration to another monitor, and returns at once.
     Migrate(Box<MigrationRequest>),
     /// `GET /vm/migration`: progress of the current migration, or the result of the last one.
@@ -127,7 +134,11 @@ impl Operation {
     pub fn takes_descriptors(&self) -> bool {
         matches!(
             self,
-            Self::Snapshot(_) | Self::Migrate(_) | Self::AttachConsole | Self::ResizeDisk(_)
+            Self::Snapshot(_)
+                | Self::Checkpoint(_)
+                | Self::Migrate(_)
+                | Self::AttachConsole
+                | Self::ResizeDisk(_)
         )
     }
 }
@@ -158,6 +169,7 @@ pub enum Document {
     Park(ParkReport),
     ParkStatus(ParkStatus),
     Snapshot(SnapshotReport),
+    Checkpoint(CheckpointReport),
     Migration(Box<MigrationStatus>),
     Balloon(BalloonInfo),
     Statistics(StatisticsDocument),

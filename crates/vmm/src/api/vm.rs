@@ -142,6 +142,30 @@ impl TrimReport {
     }
 }
 
+/// `PUT /vm/checkpoint`: what comes with the request. Its one file descriptor (`SCM_RIGHTS`, with the
+/// first bytes) is a unix socket that the checkpoint's process serves: a listening stream socket,
+/// or a connected packet socket, with whose end the checkpoint ends. `ebb ctl` and `ebb fork` send
+/// both.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct CheckpointTarget {
+    /// Name of the checkpoint, which it reports to its clients: at most 64 letters, digits, `.`, `_`
+    /// and `-`.
+    pub name: String,
+}
+
+/// `PUT /vm/checkpoint`: the result.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct CheckpointReport {
+    /// Its name.
+    pub name: String,
+    /// Its process.
+    pub pid: u32,
+    /// How long the machine stood still for it, in microseconds; 0 if it was paused.
+    pub paused_us: u64,
+    /// The part of that for which memory was made copy-on-write (fork(2)).
+    pub forked_us: u64,
+}
+
 /// `PUT /vm/snapshot`: the destination.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SnapshotTarget {

@@ -8,11 +8,13 @@
 mod elf;
 pub mod lean;
 mod linux;
+mod positioned;
 mod pvh;
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
+use std::os::fd::{AsRawFd as _, RawFd};
 use std::path::{Path, PathBuf};
 
 use ebb_guest_ram::GuestMemory;
@@ -25,6 +27,7 @@ use crate::acpi;
 use crate::file::{Access, open_image};
 use crate::layout;
 use crate::size::ByteSize;
+use positioned::Positioned;
 
 /// Why a guest could not be loaded.
 #[derive(Debug, Error)]
@@ -132,16 +135,37 @@ impl BootImage {
         })
     }
 
+    /// The same files, opened no second time.
+    ///
+    /// # Errors
+    /// Those of fcntl(2).
+    pub(crate) fn try_clone(&self) -> std::io::Result<Self> {
+        let again = |file: &NamedFile| -> std::io::Result<NamedFile> {
+            Ok(NamedFile { path: file.path.clone(), file: file.file.try_clone()? })
+        };
+        Ok(Self {
+            kernel: again(&self.kernel)?,
+            initrd: self.initrd.as_ref().map(again).transpose()?,
+            cmdline: self.cmdline.clone(),
+        })
+    }
+
+    /// The descriptors of its files.
+    pub(crate) fn descriptors(&self) -> impl Iterator<Item = RawFd> {
+        std::iter::once(&self.kernel).chain(&self.initrd).map(|file| file.file.as_raw_fd())
+    }
+
     /// Loads everything into `memory` (of `ram_bytes` RAM) and writes the boot structures. `rsdp`
     /// is the address of the ACPI root pointer.
     pub fn load(
-        &mut self,
+        &self,
         memory: &GuestMemory,
         ram_bytes: u64,
         rsdp: GuestAddress,
     ) -> Result<Entry, BootError> {
         let path = self.kernel.path.clone();
-        let loaded = load_kernel(&mut self.kernel.file, &path, memory, ram_bytes)?;
+        let loaded =
+            load_kernel(&mut Positioned::new(&self.kernel.file), &path, memory, ram_bytes)?;
         let limit = loaded.cmdline_limit().min(layout::CMDLINE_MAX_BYTES - 1);
         if self.cmdline.len() > limit {
             return Err(BootError::CmdlineTooLong { length: self.cmdline.len(), limit });
@@ -150,7 +174,7 @@ impl BootImage {
         let mut cmdline = self.cmdline.clone().into_bytes();
         cmdline.push(0);
         write(memory, "the command line", layout::CMDLINE_START, &cmdline)?;
-        let initrd = match &mut self.initrd {
+        let initrd = match &self.initrd {
             None => 0..0,
             Some(initrd) => load_initrd(initrd, memory, ram_bytes, &loaded)?,
         };
@@ -325,7 +349,7 @@ fn low_ram_end(ram_bytes: u64) -> u64 {
 
 /// Loads the initrd at the highest page-aligned address that the kernel accepts.
 fn load_initrd(
-    initrd: &mut NamedFile,
+    initrd: &NamedFile,
     memory: &GuestMemory,
     ram_bytes: u64,
     kernel: &LoadedKernel,
@@ -333,8 +357,9 @@ fn load_initrd(
     const PAGE_BYTES: u64 = 4096;
     let path = &initrd.path;
     let read = |source| BootError::Read { what: "initrd", path: path.clone(), source };
-    let size = initrd.file.seek(SeekFrom::End(0)).map_err(read)?;
-    initrd.file.rewind().map_err(read)?;
+    let mut file = Positioned::new(&initrd.file);
+    let size = file.seek(SeekFrom::End(0)).map_err(read)?;
+    file.rewind().map_err(read)?;
     let limit = low_ram_end(ram_bytes).min(kernel.initrd_limit());
     let start = limit.checked_sub(size).map_or(0, |start| start & !(PAGE_BYTES - 1));
     if start < kernel.end {
@@ -346,7 +371,7 @@ fn load_initrd(
         });
     }
     memory
-        .read_exact_volatile_from(GuestAddress(start), &mut initrd.file, size as usize)
+        .read_exact_volatile_from(GuestAddress(start), &mut file, size as usize)
         .map_err(|error| read(std::io::Error::other(error)))?;
     Ok(start..start + size)
 }

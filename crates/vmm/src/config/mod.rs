@@ -89,6 +89,8 @@ pub struct VmConfig {
     pub on_reboot: RebootAction,
     /// Behaviour of the guest's clocks across pauses and snapshots.
     pub clock: ClockPolicy,
+    /// Whether checkpoints of the machine may be kept in memory, for forks.
+    pub forkable: Switch,
 }
 
 /// Files that a guest boots from.
@@ -330,6 +332,18 @@ impl VmConfig {
         Ok(())
     }
 
+    /// Refuses memory that a forked process would not have a copy of.
+    fn check_forkable(&self) -> Result<(), ConfigError> {
+        let (problem, remedy) = if self.memory.backing != Backing::Anonymous {
+            ("memory in a file has no copy in a fork: both would write to it", "leave out backing=")
+        } else if !self.memory.merge.is_off() {
+            ("machines whose pages are merged cannot be forked yet", "leave out merge=")
+        } else {
+            return Ok(());
+        };
+        Err(ConfigError::new("--forkable", problem, remedy))
+    }
+
     /// Checks for contradictions. Files are not opened.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let size = self.memory.size.bytes();
@@ -342,6 +356,9 @@ impl VmConfig {
         }
         check_alignment("--memory", self.memory.size)?;
         self.memory.merge.validate()?;
+        if self.forkable.is_on() {
+            self.check_forkable()?;
+        }
         self.vsock.iter().try_for_each(VsockConfig::validate)?;
         if self.cpus == 0 || self.cpus > MAX_VCPUS {
             return Err(ConfigError::new(

@@ -21,6 +21,7 @@ fn config(memory: &str, cpus: u8, numa: &[&str]) -> VmConfig {
         isolation: IsolationConfig::default(),
         on_reboot: RebootAction::Reset,
         clock: ClockPolicy::Continue,
+        forkable: Off,
     }
 }
 

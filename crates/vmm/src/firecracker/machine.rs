@@ -141,6 +141,7 @@ pub(super) fn build(resources: &Resources, host: &Host) -> Result<VmConfig, Faul
         // A guest of Firecracker reboots to power off.
         on_reboot: RebootAction::Exit,
         clock: ClockPolicy::Continue,
+        forkable: Switch::Off,
         boot: Some(BootFiles { kernel: kernel.clone(), initrd: initrd.clone() }),
     };
     config.validate().map_err(|error| fault(error.to_string()))?;

@@ -1,8 +1,8 @@
 //! Placement in a cgroup (Linux Documentation/admin-guide/cgroup-v2.rst).
 
 use std::ffi::OsString;
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Write as _};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
@@ -61,6 +61,23 @@ impl CgroupConfig {
         &self,
         keep: impl FnOnce(NewCgroup) -> Result<(), IsolationError>,
     ) -> Result<(), IsolationError> {
+        // 0 stands for the process that writes.
+        self.with_processes(keep, |mut processes| processes.write_all(b"0"))
+    }
+
+    /// As [`enter`](Self::enter), for another process, which writes 0 to the file.
+    pub(super) fn open(
+        &self,
+        keep: impl FnOnce(NewCgroup) -> Result<(), IsolationError>,
+    ) -> Result<OwnedFd, IsolationError> {
+        self.with_processes(keep, |processes| Ok(processes.into()))
+    }
+
+    fn with_processes<T>(
+        &self,
+        keep: impl FnOnce(NewCgroup) -> Result<(), IsolationError>,
+        work: impl FnOnce(File) -> io::Result<T>,
+    ) -> Result<T, IsolationError> {
         let folder = Path::new(MOUNT).join(&self.path);
         let failed = |action: String, source: io::Error, remedy| IsolationError::Cgroup {
             path: folder.display().to_string(),
@@ -94,19 +111,20 @@ impl CgroupConfig {
         } else {
             Ok(())
         };
-        kept.and_then(|()| self.set_up(&folder, failed)).inspect_err(|_| {
+        kept.and_then(|()| self.set_up(&folder, work, failed)).inspect_err(|_| {
             if created && let Err(error) = fs::remove_dir(&folder) {
                 tracing::warn!("cannot remove the cgroup {}: {error}", folder.display());
             }
         })
     }
 
-    /// Sets the limits and moves the process.
-    fn set_up(
+    /// Sets the limits and moves a process.
+    fn set_up<T>(
         &self,
         folder: &Path,
+        work: impl FnOnce(File) -> io::Result<T>,
         failed: impl Fn(String, io::Error, &'static str) -> IsolationError,
-    ) -> Result<(), IsolationError> {
+    ) -> Result<T, IsolationError> {
         let limits = [
             ("memory.high", self.memory_high.map(|size| size.bytes().to_string())),
             ("memory.max", self.memory_max.map(|size| size.bytes().to_string())),
@@ -120,8 +138,8 @@ impl CgroupConfig {
                 failed(format!("write {value} to {file}"), source, remedy)
             })?;
         }
-        // 0 stands for the process that writes.
-        fs::write(folder.join("cgroup.procs"), "0").map_err(|source| {
+        let processes = File::options().write(true).open(folder.join("cgroup.procs"));
+        processes.and_then(work).map_err(|source| {
             let remedy = "give this user the right to write cgroup.procs there and in the common \
                           parent, and choose a cgroup without children";
             failed("move to it".to_owned(), source, remedy)

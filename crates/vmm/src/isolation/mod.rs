@@ -191,9 +191,23 @@ fn restrict_paths() -> io::Result<bool> {
 
 /// Moves the process to a cgroup, which the companion removes at the end if it is new.
 fn enter_cgroup(cgroup: &CgroupConfig, companion: &Companion) -> Result<(), IsolationError> {
+    while_it_is_removed(|| cgroup.enter(|new| Ok(companion.keep_cgroup(new)?)))
+}
+
+impl CgroupConfig {
+    /// Creates the cgroup for another process, which moves there by writing 0 to the file. The
+    /// companion removes it at the end if it is new.
+    pub(crate) fn open_for(&self, companion: &Companion) -> Result<OwnedFd, IsolationError> {
+        while_it_is_removed(|| self.open(|new| Ok(companion.keep_cgroup(new)?)))
+    }
+}
+
+fn while_it_is_removed<T>(
+    enter: impl Fn() -> Result<T, IsolationError>,
+) -> Result<T, IsolationError> {
     let mut attempts = 0..3;
     loop {
-        match cgroup.enter(|new| Ok(companion.keep_cgroup(new)?)) {
+        match enter() {
             // The companion of a monitor that has just ended has removed it.
             Err(IsolationError::Cgroup { source, .. })
                 if source.kind() == io::ErrorKind::NotFound && attempts.next().is_some() => {}
@@ -224,8 +238,8 @@ pub(crate) enum Sockets {
 pub(crate) struct Needs {
     /// Largest file that the monitor may write, in bytes.
     pub file_bytes: u64,
-    /// Most threads.
-    pub threads: u64,
+    /// Most threads; `None` where forked machines have some, too.
+    pub threads: Option<u64>,
     /// Most connections of devices.
     pub connections: u64,
 }
@@ -370,8 +384,10 @@ impl Isolation {
         limit(Resource::Fsize, needs.file_bytes)?;
         limit(Resource::Nofile, open_files)?;
         // Counted by user: machines of one account would share it.
-        if self.rights.identity.is_some_and(Identity::is_dynamic) {
-            limit(Resource::Nproc, needs.threads)?;
+        if self.rights.identity.is_some_and(Identity::is_dynamic)
+            && let Some(threads) = needs.threads
+        {
+            limit(Resource::Nproc, threads)?;
         }
         // Also after a change of the user, which resets it to what the host prefers.
         rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)

@@ -66,7 +66,68 @@ const UFFDIO_COPY: u64 = uffd(READ | WRITE, 0x03, 40);
 const UFFDIO_MOVE: u64 = uffd(READ | WRITE, 0x05, 40);
 const UFFDIO_WRITEPROTECT: u64 = uffd(READ | WRITE, 0x06, 24);
 
-pub(super) fn ioctls(kind: ThreadKind) -> &'static [u64] {
+const KVM_GET_API_VERSION: u64 = kvm(0, 0x00, 0);
+const KVM_CREATE_VM: u64 = kvm(0, 0x01, 0);
+const KVM_GET_MSR_INDEX_LIST: u64 = kvm(READ | WRITE, 0x02, 4);
+const KVM_GET_VCPU_MMAP_SIZE: u64 = kvm(0, 0x04, 0);
+const KVM_GET_SUPPORTED_CPUID: u64 = kvm(READ | WRITE, 0x05, 8);
+const KVM_CREATE_VCPU: u64 = kvm(0, 0x41, 0);
+const KVM_SET_TSS_ADDR: u64 = kvm(0, 0x47, 0);
+const KVM_SET_IDENTITY_MAP_ADDR: u64 = kvm(WRITE, 0x48, 8);
+const KVM_CREATE_IRQCHIP: u64 = kvm(0, 0x60, 0);
+const KVM_IRQFD: u64 = kvm(WRITE, 0x76, size_of::<kvm_bindings::kvm_irqfd>() as u64);
+const KVM_CREATE_PIT2: u64 = kvm(WRITE, 0x77, size_of::<kvm_bindings::kvm_pit_config>() as u64);
+const KVM_IOEVENTFD: u64 = kvm(WRITE, 0x79, size_of::<kvm_bindings::kvm_ioeventfd>() as u64);
+const KVM_SET_FPU: u64 = kvm(WRITE, 0x8d, size_of::<kvm_bindings::kvm_fpu>() as u64);
+const KVM_SET_CPUID2: u64 = kvm(WRITE, 0x90, 8);
+const KVM_SET_TSC_KHZ: u64 = kvm(0, 0xa2, 0);
+const KVM_GET_TSC_KHZ: u64 = kvm(0, 0xa3, 0);
+
+/// Of a process that is forked from a monitor: it builds a machine. Those of the machine's threads
+/// are in their own lists.
+const BUILD: &[u64] = &[
+    KVM_GET_API_VERSION,
+    KVM_CREATE_VM,
+    KVM_GET_MSR_INDEX_LIST,
+    KVM_GET_VCPU_MMAP_SIZE,
+    KVM_GET_SUPPORTED_CPUID,
+    KVM_CREATE_VCPU,
+    KVM_SET_TSS_ADDR,
+    KVM_SET_IDENTITY_MAP_ADDR,
+    KVM_CREATE_IRQCHIP,
+    KVM_IRQFD,
+    KVM_CREATE_PIT2,
+    KVM_IOEVENTFD,
+    KVM_SET_FPU,
+    KVM_SET_CPUID2,
+    KVM_SET_TSC_KHZ,
+    KVM_GET_TSC_KHZ,
+    crate::devices::virtio::net::TUNGETIFF,
+    crate::devices::virtio::net::TUNSETVNETHDRSZ,
+];
+
+/// The requests that threads of `kind` may make.
+pub(super) fn ioctls(kind: ThreadKind) -> Vec<u64> {
+    const MACHINE: [ThreadKind; 9] = [
+        ThreadKind::Main,
+        ThreadKind::Api,
+        ThreadKind::Vcpu,
+        ThreadKind::Device,
+        ThreadKind::Net,
+        ThreadKind::Vsock,
+        ThreadKind::Disk,
+        ThreadKind::Migrate,
+        ThreadKind::Merge,
+    ];
+    if kind != ThreadKind::Fork {
+        return of_kind(kind).to_vec();
+    }
+    let of_threads = MACHINE.into_iter().flat_map(|kind| of_kind(kind).iter().copied());
+    let all: std::collections::BTreeSet<u64> = of_threads.chain(BUILD.iter().copied()).collect();
+    all.into_iter().collect()
+}
+
+fn of_kind(kind: ThreadKind) -> &'static [u64] {
     match kind {
         ThreadKind::Vcpu => &[
             KVM_IRQ_LINE,
@@ -139,6 +200,8 @@ pub(super) fn ioctls(kind: ThreadKind) -> &'static [u64] {
         ThreadKind::Net => &[KVM_IRQ_LINE, crate::devices::virtio::net::TUNSETOFFLOAD],
         ThreadKind::Device | ThreadKind::Vsock => &[KVM_IRQ_LINE],
         // Never issued: the list must not be empty, or every request would pass.
-        ThreadKind::Console | ThreadKind::Companion | ThreadKind::Broker => &[libc::FIONBIO],
+        ThreadKind::Console | ThreadKind::Companion | ThreadKind::Broker | ThreadKind::Fork => {
+            &[libc::FIONBIO]
+        }
     }
 }

@@ -83,6 +83,8 @@ pub struct Overrides {
     pub isolation: IsolationConfig,
     /// Behaviour of the guest's clocks; `None` keeps the saved one.
     pub clock: Option<ClockPolicy>,
+    /// Whether checkpoints of the machine may be kept in memory.
+    pub forkable: Switch,
     /// Action on a reboot; `None` keeps the saved one.
     pub on_reboot: Option<RebootAction>,
     /// Kernel and initrd for reboots.
@@ -110,6 +112,7 @@ impl Default for Overrides {
             seccomp: Switch::On,
             isolation: IsolationConfig::default(),
             clock: None,
+            forkable: Switch::Off,
             on_reboot: None,
             boot: None,
             disks: Vec::new(),
@@ -228,6 +231,7 @@ impl MachineConfig {
             isolation: overrides.isolation,
             on_reboot,
             clock: overrides.clock.unwrap_or(self.clock),
+            forkable: overrides.forkable,
         })
     }
 

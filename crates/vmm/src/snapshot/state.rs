@@ -3,6 +3,7 @@
 use ebb_guest_ram::RamImage;
 use ebb_kvm_clock::SavedClock;
 use kvm_bindings::{kvm_irqchip, kvm_pit_state2};
+use rustix::fs::Stat;
 use serde::{Deserialize, Serialize};
 
 use super::processor::Processor;
@@ -97,16 +98,21 @@ impl MachineState {
     /// # Errors
     /// [`SnapshotError::DiskChanged`].
     pub(crate) fn check_disks(&self, disks: &[DiskConfig]) -> Result<(), SnapshotError> {
+        self.check_disk_files(disks, disks.iter().map(|disk| rustix::fs::stat(disk.top()).ok()))
+    }
+
+    /// As [`check_disks`](Self::check_disks), for these files.
+    pub(crate) fn check_disk_files(
+        &self,
+        disks: &[DiskConfig],
+        files: impl Iterator<Item = Option<Stat>>,
+    ) -> Result<(), SnapshotError> {
         let saved = self.devices.iter().filter_map(|device| match device.device {
             DeviceState::Disk { modified_unix_ns, .. } => Some(modified_unix_ns),
             _ => None,
         });
-        for (disk, saved) in disks.iter().zip(saved) {
-            let Some(found) =
-                rustix::fs::stat(disk.top()).ok().and_then(|stat| modified_unix_ns(&stat))
-            else {
-                continue;
-            };
+        for ((disk, saved), file) in disks.iter().zip(saved).zip(files) {
+            let Some(found) = file.and_then(|stat| modified_unix_ns(&stat)) else { continue };
             let changed = match saved {
                 Some(saved) => found != saved,
                 // Timestamps of files are coarser than clocks.

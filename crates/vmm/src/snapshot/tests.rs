@@ -46,6 +46,7 @@ fn config() -> VmConfig {
         isolation: IsolationConfig::default(),
         on_reboot: RebootAction::Exit,
         clock: ClockPolicy::CatchUp,
+        forkable: Switch::Off,
     }
 }
 

@@ -16,6 +16,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::control::ProcessMemory;
 use super::disks::NamedDisk;
+use super::fork::Forkable;
 use super::generation::Generation;
 use super::limits::Throttled;
 use super::merge::Merging;
@@ -23,7 +24,7 @@ use super::migration::description::capabilities;
 use super::net::NetDevice;
 use super::snapshot::capture_interrupts;
 use super::vsock::{VsockHandle, VsockSockets};
-use super::{Vm, VmError};
+use super::{Vm, VmError, fork};
 use crate::acpi::{MmioDevice, NumaNode, Platform};
 use crate::api::vm::{ClockInfo, VmState};
 use crate::boot::BootImage;
@@ -37,7 +38,7 @@ use crate::devices::platform::{AcpiRegisters, KeyboardReset, PanicNotifier};
 use crate::devices::serial::Serial;
 use crate::devices::virtio::VirtioDevice;
 use crate::devices::virtio::balloon::BalloonDevice;
-use crate::devices::virtio::block::{Block, DiskLock};
+use crate::devices::virtio::block::{Block, DiskFiles, DiskLock};
 use crate::devices::virtio::mmio::{
     INTERRUPT_USED, ManagedDevice, MmioTransport, MmioWindow, RegisterPage, Wires,
 };
@@ -51,7 +52,7 @@ use crate::probe;
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::file::RAM_OFFSET_BYTES;
 use crate::snapshot::processor::Processor;
-use crate::snapshot::{SnapshotError, SnapshotFile};
+use crate::snapshot::{MachineState, SnapshotError, SnapshotFile};
 
 /// The machine and what the event loop needs besides it.
 pub(super) struct Built {
@@ -88,6 +89,22 @@ pub(super) enum Origin {
     Snapshot(Box<SnapshotFile>),
     /// Another monitor will send its memory and state.
     Migration(Box<Arriving>),
+    /// Continues in a process that was forked from its monitor's.
+    Fork(Box<Inherited>),
+}
+
+/// What a forked process has of the machine already.
+pub(super) struct Inherited {
+    /// What it needs to be forked again.
+    pub forkable: Option<Forkable>,
+    /// Its memory.
+    pub ram: Arc<GuestRam>,
+    /// Its state.
+    pub state: MachineState,
+    /// Its kernel, for reboots.
+    pub image: Option<BootImage>,
+    /// See [`ProcessMemory`].
+    pub process_memory: ProcessMemory,
 }
 
 /// Facts about a machine sent by another monitor that must be known before it is built.
@@ -101,6 +118,11 @@ pub(super) struct Arriving {
 }
 
 impl Origin {
+    /// When its disks are locked: those of another monitor are not free yet.
+    pub(super) fn disk_lock(&self) -> DiskLock {
+        if matches!(self, Self::Migration(_)) { DiskLock::Later } else { DiskLock::Now }
+    }
+
     fn is_kernel(&self) -> bool {
         matches!(self, Self::Kernel)
     }
@@ -109,6 +131,7 @@ impl Origin {
     fn processor(&self) -> Option<&Processor> {
         match self {
             Self::Kernel => None,
+            Self::Fork(inherited) => Some(&inherited.state.processor),
             Self::Snapshot(snapshot) => Some(&snapshot.state.processor),
             Self::Migration(arriving) => Some(&arriving.processor),
         }
@@ -118,33 +141,72 @@ impl Origin {
     fn tsc_khz(&self) -> Option<Kilohertz> {
         match self {
             Self::Kernel => None,
+            Self::Fork(inherited) => Some(inherited.state.clock.tsc_khz),
             Self::Snapshot(snapshot) => Some(snapshot.state.clock.tsc_khz),
             Self::Migration(arriving) => Some(arriving.tsc_khz),
         }
     }
 }
 
-/// Builds a machine that boots its kernel or continues, with the open backends of its network
-/// devices. `exit` receives the reason of its end.
+/// Checks a configuration for contradictions, and makes its paths absolute: later the monitor has no
+/// working directory.
+pub(super) fn prepare(config: &mut VmConfig) -> Result<(), VmError> {
+    config.validate()?;
+    config.make_paths_absolute().map_err(VmError::host("find its working directory"))
+}
+
+/// What the devices of a machine use of the host, opened before it is built.
+pub(super) struct Resources {
+    /// Files of the disks.
+    pub disks: Vec<DiskFiles>,
+    /// Backends of the network devices.
+    pub nets: Vec<OpenNet>,
+    /// Sockets of the socket device.
+    pub vsock: Option<VsockSockets>,
+}
+
+impl Resources {
+    /// Opens them, apart from `nets`, which were opened in the host's network namespace. Disks are
+    /// locked now or later.
+    pub(super) fn open(
+        config: &VmConfig,
+        nets: Vec<OpenNet>,
+        isolation: &Isolation,
+        when: DiskLock,
+    ) -> Result<Self, VmError> {
+        let disks = config.disks.iter().map(|disk| DiskFiles::open(disk, when));
+        let disks = disks.collect::<Result<_, _>>()?;
+        let vsock = config.vsock.as_ref();
+        let vsock = vsock.map(|vsock| VsockSockets::open(vsock, isolation)).transpose()?;
+        Ok(Self { disks, nets, vsock })
+    }
+}
+
+/// Builds a machine that boots its kernel or continues. `exit` receives the reason of its end.
 pub(super) fn build(
     mut config: VmConfig,
     mut origin: Origin,
-    nets: Vec<OpenNet>,
-    isolation: &Isolation,
+    resources: Resources,
     filters: &Filters,
     exit: &Arc<ExitSignal>,
 ) -> Result<Built, VmError> {
-    config.validate()?;
-    // Later the monitor has no working directory.
-    config.make_paths_absolute().map_err(VmError::host("find its working directory"))?;
+    let Resources { disks: disk_files, nets, vsock } = resources;
     // The cheapest checks first: files, then KVM, then memory.
-    let image = open_image(&config, &origin)?;
-    let vsock = config.vsock.as_ref();
-    let vsock = vsock.map(|vsock| VsockSockets::open(vsock, isolation)).transpose()?;
-    let kvm = open_kvm()?;
-    let cpuid = processor(&kvm, config.cpus, origin.processor())?;
-    let vm_fd = create_vm(&kvm)?;
-    let ram = Arc::new(guest_ram(&config, &mut origin)?);
+    let image = open_image(&config, &mut origin)?;
+    let forkable = match &mut origin {
+        Origin::Fork(inherited) => inherited.forkable.take(),
+        _ => None,
+    };
+    let (kvm, forkable) = match forkable {
+        Some(forkable) => (None, Some(forkable)),
+        None if config.forkable.is_on() => (None, Some(Forkable::new(open_kvm()?)?)),
+        None => (Some(open_kvm()?), None),
+    };
+    let kvm = kvm.as_ref().or(forkable.as_ref().map(Forkable::kvm));
+    let kvm = kvm.ok_or_else(|| VmError::host("open KVM")(std::io::ErrorKind::NotFound))?;
+    let cpuid = processor(kvm, config.cpus, origin.processor())?;
+    let vm_fd = create_vm(kvm)?;
+    let ram = guest_ram(&config, &mut origin)?;
     register_memory(&vm_fd, &ram)?;
     let merging = Merging::start(&config.memory.merge, &ram, filters, exit);
 
@@ -171,10 +233,8 @@ pub(super) fn build(
         }
     };
     let mut disks = Vec::new();
-    for (index, disk) in config.disks.iter().enumerate() {
-        let lock =
-            if matches!(origin, Origin::Migration(_)) { DiskLock::Later } else { DiskLock::Now };
-        let mut block = Block::open(disk, index, ram.memory().clone(), lock)?;
+    for (index, (disk, files)) in config.disks.iter().zip(disk_files).enumerate() {
+        let mut block = Block::of(disk, files, index, ram.memory().clone(), origin.disk_lock())?;
         let name = format!("disk{index}");
         block
             .start_threads(&name, filters, exit)
@@ -200,13 +260,21 @@ pub(super) fn build(
     let vsock = vsock.map(add_vsock).transpose()?;
     let Assembly { buses, devices, workers, managed, throttled, .. } = assembly;
 
-    let vcpus = Vcpu::create_all(&kvm, &vm_fd, &cpuid, config.cpus)?;
-    let tsc = set_tsc_frequency(&kvm, &vcpus, &Processor::of(&cpuid).vendor(), origin.tsc_khz())?;
+    let mut vcpus = Vcpu::create_all(kvm, &vm_fd, &cpuid, config.cpus)?;
+    if config.forkable.is_on() {
+        vcpus.iter_mut().try_for_each(|vcpu| fork::keep_to_process(vcpu, kvm))?;
+    }
+    let tsc = set_tsc_frequency(kvm, &vcpus, &Processor::of(&cpuid).vendor(), origin.tsc_khz())?;
     let msrs = vcpus.first().map(Vcpu::msrs).unwrap_or_default();
     let interrupt_controllers = capture_interrupts(&vm_fd)?;
     let counters = Arc::new(ExitCounters::default());
     let vcpus = VcpuThreads::spawn(vcpus, &Arc::new(buses), exit, &counters, filters)
         .map_err(VmError::host("start the vCPU threads"))?;
+    let capabilities = capabilities(kvm);
+    let process_memory = match &mut origin {
+        Origin::Fork(inherited) => std::mem::take(&mut inherited.process_memory),
+        _ => ProcessMemory::open(),
+    };
     let policy = config.clock;
     let state =
         if matches!(origin, Origin::Migration(_)) { VmState::Receiving } else { VmState::Starting };
@@ -228,7 +296,7 @@ pub(super) fn build(
         throttled,
         cpuid,
         msrs,
-        capabilities: capabilities(&kvm),
+        capabilities,
         tsc,
         frozen: Mutex::new(None),
         clock_info: Mutex::new(ClockInfo { policy, ..ClockInfo::default() }),
@@ -244,7 +312,8 @@ pub(super) fn build(
         released_exclusive: AtomicBool::new(false),
         started: Instant::now(),
         start_parts: OnceLock::new(),
-        process_memory: ProcessMemory::open(),
+        process_memory,
+        forkable,
         isolation: IsolationInfo::default(),
         companion: None,
         parked: Mutex::new(None),
@@ -252,6 +321,10 @@ pub(super) fn build(
     };
     let ready_at = Instant::now();
     match origin {
+        Origin::Fork(inherited) => {
+            vm.restore(inherited.state)?;
+            vm.renew_generation()?;
+        }
         Origin::Kernel => vm.load_and_enter()?,
         Origin::Snapshot(snapshot) => {
             vm.restore(snapshot.state)?;
@@ -265,7 +338,10 @@ pub(super) fn build(
 }
 
 /// The files that the guest boots from. A continued machine needs them for a reboot only.
-fn open_image(config: &VmConfig, origin: &Origin) -> Result<Option<BootImage>, VmError> {
+fn open_image(config: &VmConfig, origin: &mut Origin) -> Result<Option<BootImage>, VmError> {
+    if let Origin::Fork(inherited) = origin {
+        return Ok(inherited.image.take());
+    }
     let open = || {
         let boot = config.boot.as_ref().ok_or_else(|| {
             ConfigError::new(
@@ -300,23 +376,28 @@ fn processor(kvm: &Kvm, cpus: u8, saved: Option<&Processor>) -> Result<CpuId, Vm
     })
 }
 
-fn guest_ram(config: &VmConfig, origin: &mut Origin) -> Result<GuestRam, VmError> {
+fn guest_ram(config: &VmConfig, origin: &mut Origin) -> Result<Arc<GuestRam>, VmError> {
+    if let Origin::Fork(inherited) = origin {
+        return Ok(inherited.ram.clone());
+    }
     let (regions, memory) = (regions(config), &config.memory);
     if let Origin::Migration(arriving) = origin
         && let Some(shared) = arriving.shared.take()
     {
-        return Ok(GuestRam::adopt(&regions, memory.huge_pages, shared)?);
+        return Ok(Arc::new(GuestRam::adopt(&regions, memory.huge_pages, shared)?));
     }
     let Origin::Snapshot(snapshot) = origin else {
         // Memory that is wanted in advance is allocated when signals are answered.
         if memory.populate == Populate::Prealloc {
             GuestRam::check_populate(&regions, memory.backing)?;
         }
-        return Ok(GuestRam::new(&regions, memory.backing, memory.huge_pages, Populate::Lazy)?);
+        let ram = GuestRam::new(&regions, memory.backing, memory.huge_pages, Populate::Lazy)?;
+        return Ok(Arc::new(ram));
     };
     let file =
         snapshot.file.try_clone().map_err(VmError::host("duplicate the snapshot's descriptor"))?;
-    Ok(GuestRam::restore(&regions, memory.huge_pages, file, RAM_OFFSET_BYTES, &snapshot.ram)?)
+    let (offset_bytes, image) = (RAM_OFFSET_BYTES, &snapshot.ram);
+    Ok(Arc::new(GuestRam::restore(&regions, memory.huge_pages, file, offset_bytes, image)?))
 }
 
 fn set_tsc_frequency(

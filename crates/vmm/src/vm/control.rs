@@ -41,6 +41,7 @@ impl Machine for Vm {
             Operation::Park(request) => return self.ask_park(request),
             Operation::ParkStatus => return Ok(self.park_status()),
             Operation::Snapshot(target) => return self.snapshot(target, descriptors),
+            Operation::Checkpoint(target) => return self.ask_checkpoint(target, descriptors),
             Operation::Migrate(request) => {
                 self.migrate(*request, descriptors)?;
                 self.migrations.document()
@@ -276,7 +277,7 @@ pub(super) fn only_running<'a>(
 /// Resident memory of this process, guest memory included (Linux
 /// Documentation/filesystems/proc.rst, `statm`). Its file is opened once: a monitor has no access
 /// to /proc later on.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct ProcessMemory(Option<File>);
 
 impl ProcessMemory {
@@ -284,6 +285,11 @@ impl ProcessMemory {
         let file = File::open("/proc/self/statm")
             .inspect_err(|error| tracing::debug!("/proc/self/statm cannot be read: {error}"));
         Self(file.ok())
+    }
+
+    /// That of the process that `file` is about.
+    pub(super) fn of(file: Option<File>) -> Self {
+        Self(file)
     }
 
     /// Its size in bytes; `None` if it cannot be read.

@@ -8,7 +8,7 @@ use ebb_guest_ram::{Populate, RamError};
 use ebb_local_io::SocketFile;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::build::{Built, Origin, build, restrict_writer};
+use super::build::{Built, Origin, Resources, build, prepare, restrict_writer};
 use super::console::{Console, Wish};
 use super::migration::MigrationThread;
 use super::reboots::RecentReboots;
@@ -123,7 +123,7 @@ fn run_from(
 }
 
 fn run_machine(
-    config: VmConfig,
+    mut config: VmConfig,
     origin: Origin,
     start: Start,
     front: &mut Option<Front>,
@@ -143,7 +143,7 @@ fn run_machine(
     let has_names = config.api.is_some() || config.vsock.is_some();
     let sockets = if has_names { Sockets::Some } else { Sockets::None };
     // In the host's network namespace.
-    config.validate()?;
+    prepare(&mut config)?;
     let nets = open_all(&config.nets)?;
     let mut isolation = Isolation::begin(&config.isolation, config.seccomp, sockets)?;
     let own = own.map(|socket| isolation.keep(socket.into_parts())).transpose()?;
@@ -151,8 +151,8 @@ fn run_machine(
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
     start_log(&filters, &exit)?;
     parts.end("isolate", Instant::now());
-    let Built { mut vm, input_read, ready_at } =
-        build(config, origin, nets, &isolation, &filters, &exit)?;
+    let resources = Resources::open(&config, nets, &isolation, origin.disk_lock())?;
+    let Built { mut vm, input_read, ready_at } = build(config, origin, resources, &filters, &exit)?;
     parts.end("build", ready_at);
     parts.end("load", Instant::now());
     if vm.config.memory.populate == Populate::Prealloc {

@@ -6,6 +6,7 @@ mod console;
 mod control;
 mod disks;
 mod event_loop;
+mod fork;
 mod free_pages;
 #[cfg(any(test, feature = "testing"))]
 mod fuzzing;
@@ -61,6 +62,7 @@ use crate::snapshot::state::InterruptControllers;
 
 use control::ProcessMemory;
 use disks::NamedDisk;
+use fork::Forkable;
 use generation::Generation;
 use limits::Throttled;
 use merge::Merging;
@@ -69,6 +71,8 @@ use migration::description::Incompatible;
 use net::NetDevice;
 use start_parts::StartParts;
 use vsock::VsockHandle;
+
+pub(crate) use vsock::BACKLOG as VSOCK_BACKLOG;
 
 pub use event_loop::signals::Signals;
 pub use event_loop::{ChangedDisks, Start, restore, run};
@@ -261,6 +265,8 @@ pub struct Vm {
     started: Instant,
     start_parts: OnceLock<StartParts>,
     process_memory: ProcessMemory,
+    /// What checkpoints need, where they are allowed.
+    forkable: Option<Forkable>,
     /// The isolation of the monitor, for the API.
     isolation: IsolationInfo,
     /// Opens files that API clients name; `None` without an API.
@@ -484,7 +490,7 @@ impl Vm {
             file_bytes: images.chain([serial, snapshot, merged]).max().unwrap_or(0),
             // Besides those of vCPUs and devices: main, API, console, merging, migration and its
             // data streams, twice that to be generous.
-            threads: cpus + devices + of_disks + 64,
+            threads: self.forkable.is_none().then_some(cpus + devices + of_disks + 64),
             connections: self.vsock.as_ref().map_or(0, VsockHandle::open_files),
         }
     }

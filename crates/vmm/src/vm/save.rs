@@ -66,8 +66,8 @@ impl Save {
     }
 }
 
-/// Why no snapshot was written.
-enum Failure {
+/// Why no snapshot was written, or no checkpoint made.
+pub(super) enum Failure {
     /// Not possible in this state, or the client's file is of the wrong kind.
     Refused(ControlError),
     Cancelled,
@@ -137,14 +137,22 @@ impl Vm {
     }
 
     /// Copies memory and state. Returns how long a running machine was stopped.
-    ///
-    /// The lock of the state is not held meanwhile: [`VmState::Saving`] keeps others from stopping,
-    /// continuing or resetting the machine.
     fn stop_and_save(
         &self,
         save: &Save,
         ticket: &Ticket,
     ) -> Result<(MachineState, Duration), Failure> {
+        self.while_stopped(|| self.save_all(save, ticket))
+    }
+
+    /// Does `work` while the machine is stopped. Returns how long a running machine was.
+    ///
+    /// The lock of the state is not held meanwhile: [`VmState::Saving`] keeps others from stopping,
+    /// continuing or resetting the machine.
+    pub(super) fn while_stopped<T>(
+        &self,
+        work: impl FnOnce() -> Result<T, Failure>,
+    ) -> Result<(T, Duration), Failure> {
         let before = {
             let mut state = lock(&self.state);
             if self.exit.pending().is_some() {
@@ -165,10 +173,10 @@ impl Vm {
             VmState::Running => match self.freeze() {
                 // A vCPU may have ended the guest while it stopped.
                 Ok(()) if self.exit.pending().is_some() => (Err(ended()), true),
-                Ok(()) => (self.save_all(save, ticket), true),
+                Ok(()) => (work(), true),
                 Err(error) => (Err(error.into()), false),
             },
-            _ => (self.save_all(save, ticket), false),
+            _ => (work(), false),
         };
         let mut state = lock(&self.state);
         if *state != VmState::Saving {

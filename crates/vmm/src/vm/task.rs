@@ -14,6 +14,8 @@ pub(super) enum TaskKind {
     Snapshot,
     /// The guest is made small.
     Park,
+    /// The machine is kept in memory.
+    Checkpoint,
 }
 
 impl TaskKind {
@@ -21,6 +23,10 @@ impl TaskKind {
     pub(super) fn busy(self) -> ControlError {
         match self {
             Self::Snapshot => ControlError::being_saved(),
+            Self::Checkpoint => ControlError::wrong_state(
+                "a checkpoint of the virtual machine is being made",
+                "try again in a moment",
+            ),
             Self::Park => ControlError::wrong_state(
                 "the virtual machine is being parked",
                 "wait for its end, or end the client that has requested it, which cancels it",
@@ -32,6 +38,10 @@ impl TaskKind {
     pub(super) fn cancelled(self) -> ControlError {
         match self {
             Self::Snapshot => ControlError::cancelled_save(),
+            Self::Checkpoint => ControlError::wrong_state(
+                "the checkpoint was cancelled",
+                "request it again while the virtual machine runs",
+            ),
             Self::Park => ControlError::wrong_state(
                 "parking was cancelled",
                 "request it again while the virtual machine runs",

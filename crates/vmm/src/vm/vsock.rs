@@ -17,14 +17,14 @@ use crate::devices::virtio::vsock::{Vsock, most_connections};
 use crate::isolation::{Isolation, KeptName, VsockLink};
 
 /// Length of the listener's queue.
-const BACKLOG: i32 = 1024;
+pub(crate) const BACKLOG: i32 = 1024;
 
 /// Sockets of a device that is about to be created.
 pub(super) struct VsockSockets {
-    config: VsockConfig,
-    listener: std::os::fd::OwnedFd,
-    link: VsockLink,
-    name: KeptName,
+    pub config: VsockConfig,
+    pub listener: std::os::fd::OwnedFd,
+    pub link: VsockLink,
+    pub name: KeptName,
 }
 
 impl VsockSockets {

@@ -41,7 +41,7 @@ mod request;
 use disk::{Disk, Done, Durability, to_sectors};
 #[cfg(any(test, feature = "testing"))]
 pub use fuzzing::fuzz_qcow2_images;
-pub use open::{DiskError, DiskLock, ReplaceError, ResizeError, modified_unix_ns};
+pub use open::{DiskError, DiskFiles, DiskLock, ReplaceError, ResizeError, modified_unix_ns};
 use open::{Opened, lock};
 use pool::Pool;
 pub(crate) use raw::BLKDISCARD;
@@ -108,7 +108,21 @@ impl Block {
         memory: GuestMemory,
         when: DiskLock,
     ) -> Result<Self, DiskError> {
-        let Opened { image, writeback, bytes } = Opened::new(config, when)?;
+        Self::of(config, DiskFiles::open(config, when)?, index, memory, when)
+    }
+
+    /// The disk in open files, which are locked or not yet.
+    ///
+    /// # Errors
+    /// [`DiskError`]
+    pub fn of(
+        config: &DiskConfig,
+        files: DiskFiles,
+        index: usize,
+        memory: GuestMemory,
+        when: DiskLock,
+    ) -> Result<Self, DiskError> {
+        let Opened { image, writeback, bytes } = Opened::new(config, files, when)?;
         Ok(Self {
             disk: Arc::new(Disk::new(image, memory, to_sectors(bytes), index)),
             pool: None,

@@ -16,12 +16,13 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::net::Shutdown;
 
-use super::message::{self, Reply, Request};
+use super::message::{Reply, Request};
 use super::{
     AllowedDirectory, Companion, CompanionError, KeptName, NewFile, VsockLink, pair, serve,
 };
 use crate::config::Switch;
 use crate::fuzzing::{self, Input, Leak, prepared};
+use crate::packet;
 
 /// How a snapshot begins.
 const MAGIC: &[u8] = b"EBB-VM\r\n";
@@ -212,7 +213,7 @@ fn send_one(
     if ready == 0 {
         return Ok(true);
     }
-    let Ok(Some((_, files))) = message::receive::<Reply>(hostile) else { return Ok(false) };
+    let Ok(Some((_, files))) = packet::receive::<Reply>(hostile) else { return Ok(false) };
     assert!(files.len() <= 1, "one file at a time");
     for file in files {
         File::from(file).write_all(MAGIC)?;

@@ -1,25 +1,11 @@
-//! Messages between a monitor and its companion: JSON in one packet, with descriptors.
+//! What a monitor and its companion say, in [packets](crate::packet).
 
 use std::ffi::OsString;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
-use rustix::io::Errno;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
-};
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::config::Switch;
-
-/// Longest message in bytes.
-const MAX_BYTES: usize = 8192;
-/// Most descriptors of a message.
-const MAX_DESCRIPTORS: usize = 32;
 
 /// What a monitor may ask for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -87,57 +73,4 @@ pub(super) struct Connect {
 pub(super) struct Reply {
     /// Why the request was refused.
     pub error: Option<String>,
-}
-
-/// Sends a message in one packet.
-pub(super) fn send(
-    socket: impl AsFd,
-    message: &impl Serialize,
-    descriptors: &[BorrowedFd<'_>],
-) -> io::Result<()> {
-    let text = serde_json::to_vec(message)?;
-    if text.len() > MAX_BYTES {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the message is too long"));
-    }
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    if !descriptors.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(descriptors)) {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "too many descriptors"));
-    }
-    let parts = [IoSlice::new(&text)];
-    rustix::io::retry_on_intr(|| {
-        rustix::net::sendmsg(&socket, &parts, &mut ancillary, SendFlags::NOSIGNAL)
-    })?;
-    Ok(())
-}
-
-/// Receives a message; `None` at the end of the connection.
-pub(super) fn receive<T: DeserializeOwned>(
-    socket: impl AsFd,
-) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
-    let mut text = [0; MAX_BYTES];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let received = loop {
-        let mut parts = [IoSliceMut::new(&mut text)];
-        match rustix::net::recvmsg(&socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
-            Err(Errno::INTR) => {}
-            result => break result?,
-        }
-    };
-    let descriptors: Vec<OwnedFd> = ancillary
-        .drain()
-        .filter_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
-            _ => None,
-        })
-        .flatten()
-        .collect();
-    if received.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "the message is too long"));
-    }
-    if received.bytes == 0 {
-        return Ok(None);
-    }
-    Ok(Some((serde_json::from_slice(&text[..received.bytes])?, descriptors)))
 }

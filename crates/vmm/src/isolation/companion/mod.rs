@@ -25,10 +25,10 @@ use ebb_local_io::SocketFile;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::net::sockopt::Timeout;
-use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use thiserror::Error;
 
 use crate::config::Switch;
+use crate::packet;
 
 use super::cgroup::NewCgroup;
 use message::{Reply, Request};
@@ -91,8 +91,7 @@ pub struct KeptName {
 
 /// Two connected sockets; receiving from the first one has a time limit.
 fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
-    let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
-    let (ours, theirs) = rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None)?;
+    let (ours, theirs) = packet::pair()?;
     rustix::net::sockopt::set_socket_timeout(&ours, Timeout::Recv, Some(PATIENCE))?;
     Ok((ours, theirs))
 }
@@ -142,6 +141,18 @@ impl Drop for NewFile {
     }
 }
 
+impl KeptName {
+    /// Its number at the companion.
+    pub(crate) fn index(&self) -> u32 {
+        self.index
+    }
+
+    /// Leaves it to the process that the companion is passed to.
+    pub(crate) fn leave(self) {
+        std::mem::forget(self);
+    }
+}
+
 impl Drop for KeptName {
     fn drop(&mut self) {
         if let Err(error) = self.companion.remove(self.index) {
@@ -153,6 +164,11 @@ impl Drop for KeptName {
 impl Companion {
     /// Starts the process: this program with [`COMPANION_COMMAND`].
     pub(crate) fn start() -> Result<Self, CompanionError> {
+        Self::start_with(Stdio::inherit())
+    }
+
+    /// As [`start`](Self::start), with this standard error.
+    pub(crate) fn start_with(error: impl Into<Stdio>) -> Result<Self, CompanionError> {
         let (ours, theirs) = pair().map_err(CompanionError::Start)?;
         // Not waited for: the monitor can neither reap nor kill it once its system calls are
         // filtered. It ends when the monitor's socket is closed, and is then reaped by what follows
@@ -163,6 +179,7 @@ impl Companion {
             .env_clear()
             .stdin(Stdio::from(theirs))
             .stdout(Stdio::null())
+            .stderr(error)
             // Signals of the terminal are for the monitor.
             .process_group(0)
             .spawn()
@@ -170,8 +187,21 @@ impl Companion {
         Ok(Self::over(ours))
     }
 
-    fn over(socket: OwnedFd) -> Self {
+    /// The companion at the other end of `socket`.
+    pub(crate) fn over(socket: OwnedFd) -> Self {
         Self(Arc::new(Link { socket: Mutex::new(Some(socket)), names: AtomicU32::new(0) }))
+    }
+
+    /// The connection, which is passed to another process whose companion this is then; `None` if
+    /// the process has ended.
+    pub(crate) fn link(&self) -> Option<OwnedFd> {
+        let socket = self.0.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        socket.as_ref()?.try_clone().ok()
+    }
+
+    /// The name of this number, which another process has given to the companion.
+    pub(crate) fn kept(&self, index: u32) -> KeptName {
+        KeptName { companion: self.clone(), index }
     }
 
     /// Makes the companion remove a socket's name at the end. Only before [`begin`](Self::begin).
@@ -221,7 +251,7 @@ impl Companion {
     ) -> Result<(), CompanionError> {
         let socket = self.0.socket.lock().unwrap_or_else(PoisonError::into_inner);
         let open = socket.as_ref().ok_or_else(|| CompanionError::Gone(ended()))?;
-        message::send(open, request, descriptors).map_err(CompanionError::Gone)
+        packet::send(open, request, descriptors).map_err(CompanionError::Gone)
     }
 
     /// Creates the file of a snapshot below an allowed directory. It gets its name when it is
@@ -277,11 +307,11 @@ impl Companion {
         patience: Option<&Timespec>,
     ) -> Result<(Reply, Vec<OwnedFd>), CompanionError> {
         let open = socket.as_ref().ok_or_else(|| CompanionError::Gone(ended()))?;
-        let answer = message::send(open, request, descriptors).and_then(|()| match patience {
+        let answer = packet::send(open, request, descriptors).and_then(|()| match patience {
             Some(_) if poll(&mut [PollFd::new(open, PollFlags::IN)], patience)? == 0 => {
                 Err(io::ErrorKind::TimedOut.into())
             }
-            _ => message::receive::<Reply>(open)?.ok_or_else(ended),
+            _ => packet::receive::<Reply>(open)?.ok_or_else(ended),
         });
         match answer {
             Ok((Reply { error: Some(problem), .. }, _)) => Err(CompanionError::Refused(problem)),

@@ -14,9 +14,10 @@ use landlock::{
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
-use super::message::{self, Reply, Request};
+use super::message::{Reply, Request};
 use super::vsock::{VsockServer, VsockThread};
 use crate::config::Switch;
+use crate::packet;
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::client::NewSnapshot;
 use crate::vm::Signals;
@@ -66,7 +67,7 @@ pub fn serve() -> io::Result<()> {
 pub(super) fn serve_on(socket: &OwnedFd) -> io::Result<()> {
     let mut server = Server::default();
     let served = loop {
-        match message::receive::<Request>(socket) {
+        match packet::receive::<Request>(socket) {
             Ok(Some((request, descriptors))) => {
                 let is_answered = request.is_answered();
                 let result = server.serve(request, descriptors);
@@ -77,7 +78,7 @@ pub(super) fn serve_on(socket: &OwnedFd) -> io::Result<()> {
                     };
                     let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
                     // Without a reader, the next read finds the end.
-                    let _ = message::send(socket, &Reply { error }, &files);
+                    let _ = packet::send(socket, &Reply { error }, &files);
                 } else if let Err(problem) = result {
                     server.refused.get_or_insert(problem);
                 }

@@ -15,7 +15,8 @@ use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketTy
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::ended;
-use super::message::{self, Connect, Reply};
+use super::message::{Connect, Reply};
+use crate::packet;
 use crate::seccomp::ThreadFilter;
 
 /// The directory of a device's socket, and its name there.
@@ -34,9 +35,14 @@ pub struct VsockLink(OwnedFd);
 impl VsockLink {
     /// # Errors
     /// Those of ioctl(2).
-    pub(super) fn new(socket: OwnedFd) -> io::Result<Self> {
+    pub(crate) fn new(socket: OwnedFd) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&socket, true)?;
         Ok(Self(socket))
+    }
+
+    /// The connection, for another process.
+    pub(crate) fn into_fd(self) -> OwnedFd {
+        self.0
     }
 
     /// Requests a connection to a port; returns whether there was room for the request.
@@ -44,7 +50,7 @@ impl VsockLink {
     /// # Errors
     /// The companion has ended.
     pub(crate) fn request(&self, port: u32) -> io::Result<bool> {
-        match message::send(&self.0, &Connect { port }, &[]) {
+        match packet::send(&self.0, &Connect { port }, &[]) {
             Ok(()) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
             Err(error) => Err(error),
@@ -57,7 +63,7 @@ impl VsockLink {
     /// # Errors
     /// The companion has ended.
     pub(crate) fn answer(&self) -> io::Result<Option<Result<OwnedFd, String>>> {
-        match message::receive::<Reply>(&self.0) {
+        match packet::receive::<Reply>(&self.0) {
             Ok(Some((Reply { error: Some(problem) }, _))) => Ok(Some(Err(problem))),
             Ok(Some((_, descriptors))) => {
                 let socket = descriptors.into_iter().next();
@@ -109,13 +115,13 @@ impl VsockServer {
                 tracing::warn!("vsock: {error}");
                 return;
             }
-            while let Ok(Some((Connect { port }, _))) = message::receive(&self.socket) {
+            while let Ok(Some((Connect { port }, _))) = packet::receive(&self.socket) {
                 let (error, stream) = match self.connect(port) {
                     Ok(stream) => (None, Some(stream)),
                     Err(error) => (Some(error.to_string()), None),
                 };
                 let streams: Vec<_> = stream.iter().map(AsFd::as_fd).collect();
-                if message::send(&self.socket, &Reply { error }, &streams).is_err() {
+                if packet::send(&self.socket, &Reply { error }, &streams).is_err() {
                     return;
                 }
             }
@@ -180,14 +186,14 @@ impl TestCompanion {
 
     /// The port of the next request, if there is one.
     pub(crate) fn request(&self) -> Option<u32> {
-        let (Connect { port }, _) = message::receive(&self.0).ok().flatten()?;
+        let (Connect { port }, _) = packet::receive(&self.0).ok().flatten()?;
         Some(port)
     }
 
     /// Answers a request with a socket or a refusal.
     pub(crate) fn answer(&self, socket: Option<BorrowedFd<'_>>) {
         let error = socket.is_none().then(|| "refused".to_owned());
-        let _ = message::send(&self.0, &Reply { error }, socket.as_slice());
+        let _ = packet::send(&self.0, &Reply { error }, socket.as_slice());
     }
 }
 

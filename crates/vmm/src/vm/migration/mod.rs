@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use ebb_migration::session::CancelHandle;
 
-use super::task::{Task, Ticket};
+use super::task::{Task, TaskKind, Ticket};
 use super::{Vm, VmError};
 use crate::api::control::{BEING_MOVED, ControlError, Document, Outcome, TimeLeft, Wait};
 use crate::api::migration::{MigrationPhase, MigrationReport, MigrationStatus};
@@ -70,6 +70,16 @@ struct Slot {
 enum Job {
     Migrate(Box<Order>),
     Task(Task),
+}
+
+impl Job {
+    /// The thread that does it.
+    fn thread(&self) -> ThreadKind {
+        match self {
+            Self::Task(task) if task.ticket().kind() == TaskKind::Checkpoint => ThreadKind::Fork,
+            _ => ThreadKind::Migrate,
+        }
+    }
 }
 
 impl Migrations {
@@ -178,14 +188,14 @@ impl Migrations {
         Ok(())
     }
 
-    /// Waits for the next request; `None` when the thread is to end.
-    fn next_request(&self) -> Option<Job> {
+    /// Waits for the next request for this thread; `None` when it is to end.
+    fn next_request(&self, thread: ThreadKind) -> Option<Job> {
         let mut slot = self.lock();
         loop {
             if slot.ending {
                 return None;
             }
-            if let Some(request) = slot.request.take() {
+            if let Some(request) = slot.request.take_if(|job| job.thread() == thread) {
                 return Some(request);
             }
             slot = self.changed.wait(slot).unwrap_or_else(PoisonError::into_inner);
@@ -270,15 +280,15 @@ impl Migrations {
     }
 }
 
-/// The thread that runs migrations and does other tasks on request. Dropping it cancels them and ends
-/// the thread.
+/// The thread that runs migrations and does other tasks on request, and the one that makes
+/// checkpoints. Dropping it cancels them and ends the threads.
 pub(super) struct MigrationThread {
     vm: Arc<Vm>,
-    thread: Option<JoinHandle<()>>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 impl MigrationThread {
-    /// Starts the thread, which waits for a request.
+    /// Starts the threads, which wait for requests.
     pub(super) fn start(vm: &Arc<Vm>, filters: &Filters) -> Result<Self, VmError> {
         let (machine, filter) = (vm.clone(), filters.for_thread(ThreadKind::Migrate));
         // Its descriptor cannot be created behind the filter.
@@ -290,22 +300,43 @@ impl MigrationThread {
                 Err(error) => machine.exit.raise(GuestExit::Monitor { message: error.to_string() }),
             })
             .map_err(VmError::host("start the thread for migrations"))?;
-        Ok(Self { vm: vm.clone(), thread: Some(thread) })
+        let mut started = Self { vm: vm.clone(), threads: vec![thread] };
+        if vm.forkable.is_some() {
+            let (machine, filter) = (vm.clone(), filters.for_thread(ThreadKind::Fork));
+            let thread = std::thread::Builder::new()
+                .name("fork".to_owned())
+                .spawn(move || match filter.apply() {
+                    Ok(()) => make_checkpoints(&machine),
+                    Err(error) => {
+                        machine.exit.raise(GuestExit::Monitor { message: error.to_string() });
+                    }
+                })
+                .map_err(VmError::host("start the thread for checkpoints"))?;
+            started.threads.push(thread);
+        }
+        Ok(started)
     }
 }
 
 impl Drop for MigrationThread {
     fn drop(&mut self) {
         self.vm.migrations.end();
-        if let Some(thread) = self.thread.take() {
+        for thread in self.threads.drain(..) {
             // It holds the machine: what it uses stays.
             let _ = join_until(thread, self.vm.exit.end_deadline());
         }
     }
 }
 
+fn make_checkpoints(vm: &Arc<Vm>) {
+    while let Some(Job::Task(task)) = vm.migrations.next_request(ThreadKind::Fork) {
+        let ticket = task.ticket().clone();
+        vm.migrations.finish_task(&ticket, task.carry_out(vm));
+    }
+}
+
 fn work(vm: &Arc<Vm>, cancel: &CancelHandle) {
-    while let Some(job) = vm.migrations.next_request() {
+    while let Some(job) = vm.migrations.next_request(ThreadKind::Migrate) {
         let order = match job {
             Job::Migrate(order) => order,
             Job::Task(task) => {

@@ -92,39 +92,65 @@ pub(super) struct Opened {
     pub bytes: u64,
 }
 
-impl Opened {
-    /// Opens the files of a disk with the rights of this process, and locks them or not yet.
-    pub fn new(config: &DiskConfig, when: DiskLock) -> Result<Self, DiskError> {
+/// The open files of a disk. Locks belong to them, so that they can be passed to another process.
+#[derive(Debug)]
+pub struct DiskFiles {
+    /// The image that the guest's writes go to.
+    pub(crate) top: File,
+    /// The same, opened once more; see [`Block`](super::Block). None for a read-only disk.
+    pub(crate) writeback: Option<File>,
+    /// The image that it is an overlay of.
+    pub(crate) base: Option<File>,
+}
+
+impl DiskFiles {
+    /// Opens the files of a disk with the rights of this process, and locks them or not yet. An
+    /// overlay that does not exist is created.
+    ///
+    /// # Errors
+    /// [`DiskError`]
+    pub fn open(config: &DiskConfig, when: DiskLock) -> Result<Self, DiskError> {
         let path = config.top();
         let open = |source| DiskError::Open { path: path.to_owned(), source };
         let base = config.overlay.as_ref().map(|_| open_base(config, when)).transpose()?;
         let access = if config.readonly.is_on() { Access::Read } else { Access::ReadWrite };
-        let file = match (open_image(path, access), &base) {
+        let top = match (open_image(path, access), &base) {
             (Err(error), Some(base))
                 if error.kind() == io::ErrorKind::NotFound && when == DiskLock::Now =>
             {
-                create_overlay(path, &config.path, base).map_err(open)?
+                let base = base_image(base.try_clone().map_err(open)?, config)?;
+                create_overlay(path, &config.path, &base).map_err(open)?
             }
             (result, _) => result.map_err(open)?,
         };
         if when == DiskLock::Now {
-            lock(&file, path, config.readonly)?;
+            lock(&top, path, config.readonly)?;
         }
-        let again = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let again = format!("/proc/self/fd/{}", top.as_raw_fd());
         let writeback = if config.readonly.is_on() {
             None
         } else {
             Some(open_image(again.as_ref(), Access::Read).map_err(open)?)
         };
+        Ok(Self { top, writeback, base })
+    }
+}
+
+impl Opened {
+    /// The image in these files of a disk, which are locked or not yet.
+    pub fn new(config: &DiskConfig, files: DiskFiles, when: DiskLock) -> Result<Self, DiskError> {
+        let path = config.top();
+        let DiskFiles { top, writeback, base } = files;
+        let base = base.map(|file| base_image(file, config)).transpose()?;
         let image = if base.is_some() || config.format == DiskFormat::Qcow2 {
             let format = |source| DiskError::Format { path: path.to_owned(), source };
-            let qcow2 = Qcow2::new(file, base, config.readonly.is_on()).map_err(format)?;
+            let qcow2 = Qcow2::new(top, base, config.readonly.is_on()).map_err(format)?;
             if when == DiskLock::Now {
                 qcow2.load().map_err(format)?;
             }
             Image::Qcow2(qcow2)
         } else {
-            let mut raw = Raw::new(file);
+            let mut raw = Raw::new(top);
             if config.direct.is_on() {
                 let not_direct = |source| DiskError::NotDirect { path: path.to_owned(), source };
                 raw.use_direct().map_err(not_direct)?;
@@ -168,13 +194,19 @@ impl Opened {
 }
 
 /// Opens the image that an overlay is on top of. Others may read it meanwhile.
-fn open_base(config: &DiskConfig, when: DiskLock) -> Result<Base, DiskError> {
+fn open_base(config: &DiskConfig, when: DiskLock) -> Result<File, DiskError> {
     let path = &config.path;
     let open = |source| DiskError::Open { path: path.clone(), source };
     let file = open_image(path, Access::Read).map_err(open)?;
     if when == DiskLock::Now {
         lock(&file, path, Switch::On)?;
     }
+    Ok(file)
+}
+
+/// The image in the file that an overlay is on top of.
+fn base_image(file: File, config: &DiskConfig) -> Result<Base, DiskError> {
+    let path = &config.path;
     let file = Arc::new(file);
     let base = match config.format {
         DiskFormat::Raw => Base::Raw(file),

@@ -3,6 +3,8 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use rustix::fs::FileType;
+
 use super::error::NetError;
 use super::parts::Port;
 use super::passt::{self, Passt};
@@ -56,6 +58,22 @@ impl OpenNet {
         }
     }
 
+    /// The backend in an open descriptor.
+    pub(crate) fn of(fd: OwnedFd) -> Result<Self, String> {
+        Ok(Self { backend: backend_of(fd)?, passt: None })
+    }
+
+    /// The descriptor, for another process; `None` for a backend that is more than that.
+    pub(crate) fn descriptor(&self) -> Option<Arc<OwnedFd>> {
+        if self.passt.is_some() {
+            return None;
+        }
+        match &self.backend {
+            Backend::Tap(tap) => tap.port.fd().cloned(),
+            Backend::Stream(stream) => stream.port.fd().cloned(),
+        }
+    }
+
     /// Waits until the backend works. What it says later is logged by a thread, which calls
     /// `restrict` first.
     pub fn wait_ready(
@@ -104,7 +122,7 @@ impl OpenNet {
 /// others of these kinds that its user could name by mistake.
 fn adopt(number: i32) -> Result<Backend, String> {
     let named = format!("/proc/self/fd/{number}");
-    let kind = std::fs::metadata(&named).map_err(|_| "it is not open".to_owned())?.file_type();
+    std::fs::metadata(&named).map_err(|_| "it is not open".to_owned())?;
     // SAFETY: the descriptor is open, as was just found, and this process has one thread. It is
     // borrowed for the time of the duplication only.
     let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
@@ -112,11 +130,14 @@ fn adopt(number: i32) -> Result<Backend, String> {
     let fd: OwnedFd = rustix::io::fcntl_dupfd_cloexec(borrowed, 3).map_err(failed)?;
     // Processes that the monitor starts must not inherit it.
     rustix::io::fcntl_setfd(borrowed, rustix::io::FdFlags::CLOEXEC).map_err(failed)?;
-    let is_socket = {
-        use std::os::unix::fs::FileTypeExt as _;
-        kind.is_socket()
-    };
-    if !is_socket {
+    backend_of(fd)
+}
+
+/// The backend in an open descriptor: a tap interface, or a connected stream socket.
+fn backend_of(fd: OwnedFd) -> Result<Backend, String> {
+    let failed = |error: rustix::io::Errno| error.to_string();
+    let kind = rustix::fs::fstat(&fd).map_err(failed)?.st_mode;
+    if FileType::from_raw_mode(kind) != FileType::Socket {
         return Tap::adopt(fd).map(Backend::Tap);
     }
     let stream = rustix::net::sockopt::socket_type(&fd).map_err(failed)?;

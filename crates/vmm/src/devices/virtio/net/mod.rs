@@ -47,7 +47,7 @@ pub use backend::{OpenNet, open_all};
 pub use error::NetError;
 #[cfg(any(test, feature = "testing"))]
 pub use fuzzing::{fuzz_net, fuzzed_chains};
-pub(crate) use tap::TUNSETOFFLOAD;
+pub(crate) use tap::{TUNGETIFF, TUNSETOFFLOAD, TUNSETVNETHDRSZ};
 
 const DEVICE_ID: u32 = 1;
 const QUEUE_SIZE: u16 = 256;

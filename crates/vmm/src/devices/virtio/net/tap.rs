@@ -32,11 +32,11 @@ const USUAL: u32 = 0x1f;
 /// `TUNSETOFFLOAD`: `_IOW('T', 208, unsigned int)`.
 pub(crate) const TUNSETOFFLOAD: u64 = 0x4004_54d0;
 /// `TUNSETVNETHDRSZ`: `_IOW('T', 216, int)`.
-const TUNSETVNETHDRSZ: u64 = 0x4004_54d8;
+pub(crate) const TUNSETVNETHDRSZ: u64 = 0x4004_54d8;
 /// `TUNSETIFF`: `_IOW('T', 202, int)`.
 const TUNSETIFF: u64 = 0x4004_54ca;
 /// `TUNGETIFF`: `_IOR('T', 210, unsigned int)`.
-const TUNGETIFF: u64 = 0x8004_54d2;
+pub(crate) const TUNGETIFF: u64 = 0x8004_54d2;
 
 /// A tap interface.
 pub(super) struct Tap {

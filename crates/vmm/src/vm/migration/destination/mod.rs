@@ -30,7 +30,7 @@ use crate::file::readable;
 use crate::isolation::{Isolation, KeptName, Sockets};
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::{DescribedPaths, Overrides, SnapshotError};
-use crate::vm::build::{Arriving, Built, Origin, build};
+use crate::vm::build::{Arriving, Built, Origin, Resources, build, prepare};
 use crate::vm::console::Console;
 use crate::vm::event_loop::signals::Signals;
 use crate::vm::event_loop::{start_api, start_log, wait_for_end};
@@ -149,7 +149,9 @@ fn build_for(
     let arriving =
         Arriving { processor: description.processor.clone(), tsc_khz: description.tsc_khz, shared };
     let origin = Origin::Migration(Box::new(arriving));
-    let built = build(machine, origin, nets, isolation, filters, exit)?;
+    prepare(&mut machine)?;
+    let resources = Resources::open(&machine, nets, isolation, origin.disk_lock())?;
+    let built = build(machine, origin, resources, filters, exit)?;
     description.check(&built.vm.here())?;
     Ok(built)
 }

@@ -1,0 +1,244 @@
+//! `ebb fork`: machines from a running one, or from a checkpoint in memory.
+
+use std::fs::File;
+use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::unix::fs::FileTypeExt as _;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use ebb_vmm::api::Client;
+use ebb_vmm::checkpoint::{ForkOptions, Held};
+use ebb_vmm::config::net::NET_FORM;
+use ebb_vmm::config::options::{CGROUP_FORM, DISK_FORM};
+use ebb_vmm::config::vsock::VSOCK_FORM;
+use ebb_vmm::config::{DiskConfig, NetConfig, VsockOption};
+use ebb_vmm::isolation::CgroupConfig;
+use serde::Serialize;
+
+use crate::checkpoints;
+
+const AFTER_HELP: &str = "\
+Each machine continues where the checkpoint was made, with memory of its own that is shared until it
+is written to, and with its own VM generation id, sockets, disks, interfaces and cgroup. `{}` in an
+option stands for the machine's number, from 0 on; with -n, sockets, writable disks and interfaces
+need it. The command ends when all machines run; they go on in the background, until their guest
+powers off or `ebb ctl SOCKET kill`. `ebb console SOCKET` connects with their serial lines.
+
+A writable disk must have the content of the moment of the checkpoint: give each machine a copy
+(cp --preserve=timestamps), or an overlay over one. An image that was written since is refused.
+
+If a machine cannot be made, those before it go on, and are named.
+
+Example: ebb ctl /run/ebb.sock checkpoint ready
+         ebb fork ready -n 3 --api '/run/clone-{}.sock' --vsock 'path=/run/clone-{}.vsock'";
+
+/// How long a monitor may take to make a checkpoint.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Most machines of a call.
+const MOST: u32 = 10_000;
+/// What stands for a machine's number.
+const NUMBER: &str = "{}";
+
+/// Makes machines from a running one, or from a checkpoint.
+#[derive(Debug, clap::Args)]
+#[command(after_help = AFTER_HELP, next_line_help = true)]
+pub struct Args {
+    /// The API socket of a machine that was started with --forkable, or the name of a checkpoint
+    #[arg(value_name = "SOCKET|CHECKPOINT")]
+    source: String,
+    /// Number of machines
+    #[arg(short, value_name = "N", default_value_t = 1)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST)))]
+    n: u32,
+    /// Sockets for `ebb ctl`
+    #[arg(long, value_name = "PATTERN")]
+    api: Option<String>,
+    /// Sockets of the socket device, if the machine has one; connections of the machine are not
+    /// continued
+    #[arg(long, value_name = VSOCK_FORM)]
+    vsock: Option<String>,
+    /// A disk; give all of them in order
+    #[arg(long, value_name = DISK_FORM)]
+    disk: Vec<String>,
+    /// A network device; give all of them in order
+    #[arg(long, value_name = NET_FORM)]
+    net: Vec<String>,
+    /// Cgroups (version 2), which are created if necessary; pages that a machine shares stay charged
+    /// to the one that has written them
+    #[arg(long, value_name = CGROUP_FORM)]
+    cgroup: Option<String>,
+    /// Files that the logs of the machines' monitors are appended to [default: what they say until
+    /// they run goes to standard error]
+    #[arg(long, value_name = "PATTERN")]
+    log: Option<String>,
+    /// Stay paused until `ebb ctl SOCKET resume`
+    #[arg(long, requires = "api")]
+    paused: bool,
+    /// Continue although a disk was written after the checkpoint was made, or is a copy without the
+    /// time of the original
+    #[arg(long)]
+    accept_changed_disks: bool,
+    /// Print one JSON document instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// What was made.
+#[derive(Debug, Serialize)]
+struct Report {
+    /// How long a running machine stood still, in microseconds; `None` for a checkpoint that exists.
+    paused_us: Option<u64>,
+    /// Duration, in milliseconds.
+    elapsed_ms: u64,
+    machines: Vec<Made>,
+}
+
+/// A new machine.
+#[derive(Debug, Serialize)]
+struct Made {
+    /// Its monitor's process.
+    pid: i32,
+    api: Option<PathBuf>,
+    /// From the request until it ran, in microseconds.
+    elapsed_us: u64,
+}
+
+/// Runs the command.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let options =
+        (0..args.n).map(|number| options(&args, number)).collect::<Result<Vec<_>, _>>()?;
+    let started = Instant::now();
+    let (held, paused_us) = open(&args.source)?;
+    let mut machines = Vec::with_capacity(options.len());
+    let mut failed = None;
+    for (number, options) in options.into_iter().enumerate() {
+        let log = Log::open(&args, number)?;
+        let begun = Instant::now();
+        match held.fork(&options, log.writer()) {
+            Ok(forked) => machines.push(Made {
+                pid: forked.pid.as_raw_nonzero().get(),
+                api: options.api,
+                elapsed_us: u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX),
+            }),
+            Err(error) => {
+                log.show();
+                failed = Some(anyhow::Error::new(error).context(format!("machine {number}")));
+                break;
+            }
+        }
+    }
+    let elapsed_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
+    let report = Report { paused_us, elapsed_ms, machines };
+    let mut out = io::stdout().lock();
+    if args.json {
+        serde_json::to_writer_pretty(&mut out, &report)?;
+        writeln!(out)?;
+    } else {
+        for made in &report.machines {
+            let api = made.api.as_deref().map_or("-".into(), Path::to_string_lossy);
+            let ms = made.elapsed_us as f64 / 1000.0;
+            writeln!(out, "process {}  {api}  {ms:.1} ms", made.pid)?;
+        }
+    }
+    failed.map_or(Ok(ExitCode::SUCCESS), Err)
+}
+
+/// Where a machine's monitor writes its log.
+enum Log {
+    File(File),
+    /// Nobody reads it when this command has ended: the monitor's lines are dropped then, and
+    /// whoever waits for the end of this command's output does not wait for the machine's.
+    Pipe(PipeReader, PipeWriter),
+}
+
+impl Log {
+    fn open(args: &Args, number: usize) -> anyhow::Result<Self> {
+        let Some(pattern) = &args.log else {
+            let (reader, writer) = io::pipe().context("cannot create a pipe")?;
+            return Ok(Self::Pipe(reader, writer));
+        };
+        let path = pattern.replace(NUMBER, &number.to_string());
+        let file = File::options().create(true).append(true).open(&path);
+        file.map(Self::File).with_context(|| format!("--log: cannot open {path}"))
+    }
+
+    fn writer(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::File(file) => file.as_fd(),
+            Self::Pipe(_, writer) => writer.as_fd(),
+        }
+    }
+
+    /// Shows what the monitor has said before it ended.
+    fn show(self) {
+        if let Self::Pipe(mut reader, writer) = self {
+            drop(writer);
+            let mut text = Vec::new();
+            // What is there: a monitor that does not end still has the other end.
+            if rustix::io::ioctl_fionbio(&reader, true).is_ok() {
+                let _ = reader.by_ref().take(MOST_LOG_BYTES).read_to_end(&mut text);
+            }
+            eprint!("{}", ebb_program::printable(&String::from_utf8_lossy(&text)));
+        }
+    }
+}
+
+/// Most of a monitor's log that is shown.
+const MOST_LOG_BYTES: u64 = 64 << 10;
+
+/// A checkpoint by its name, or one of a running machine that ends with the connection.
+fn open(source: &str) -> anyhow::Result<(Held, Option<u64>)> {
+    let is_socket = std::fs::metadata(source).is_ok_and(|file| file.file_type().is_socket());
+    if source.contains('/') || is_socket {
+        let (held, report) = Held::of_running(&Client::new(source, PATIENCE))?;
+        return Ok((held, Some(report.paused_us)));
+    }
+    Ok((Held::connect(&checkpoints::find(source)?)?, None))
+}
+
+/// The options of a machine.
+fn options(args: &Args, number: u32) -> anyhow::Result<ForkOptions> {
+    let number_text = number.to_string();
+    let fill = |text: &str| text.replace(NUMBER, &number_text);
+    let of_each = |option: &str, text: &str| -> anyhow::Result<String> {
+        if args.n > 1 && !text.contains(NUMBER) {
+            bail!(
+                "{option} {text}: with -n {}, put {NUMBER} where each machine's number goes",
+                args.n
+            );
+        }
+        Ok(fill(text))
+    };
+    let parsed = |text: &str| fill(text);
+    let vsock = args
+        .vsock
+        .as_deref()
+        .map(|text| -> anyhow::Result<VsockOption> { Ok(of_each("--vsock", text)?.parse()?) });
+    let disks = args.disk.iter().map(|text| -> anyhow::Result<DiskConfig> {
+        let disk: DiskConfig = parsed(text).parse()?;
+        if !disk.readonly.is_on() {
+            of_each("--disk", text)?;
+        }
+        Ok(disk)
+    });
+    let nets = args
+        .net
+        .iter()
+        .map(|text| -> anyhow::Result<NetConfig> { Ok(of_each("--net", text)?.parse()?) });
+    let cgroup = args
+        .cgroup
+        .as_deref()
+        .map(|text| -> anyhow::Result<CgroupConfig> { Ok(of_each("--cgroup", text)?.parse()?) });
+    Ok(ForkOptions {
+        api: args.api.as_deref().map(|text| of_each("--api", text)).transpose()?.map(PathBuf::from),
+        vsock: vsock.transpose()?,
+        disks: disks.collect::<Result<_, _>>()?,
+        nets: nets.collect::<Result<_, _>>().context("--net")?,
+        cgroup: cgroup.transpose()?,
+        paused: args.paused,
+        accept_changed_disks: args.accept_changed_disks,
+    })
+}

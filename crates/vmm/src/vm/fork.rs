@@ -1,0 +1,245 @@
+//! Checkpoints in memory: the monitor forks, and the new process holds the machine's memory and
+//! state, runs nothing, and forks in turn for each machine that is made from it.
+//!
+//! A forked process has only the thread that forked, and every lock in the state of that moment. So
+//! the thread takes the locks that the new process will need first, and the new process uses
+//! nothing else of the old one's [`Vm`]: its memory, the files of its kernel, and its configuration.
+//! The rest is never dropped there. KVM serves only the process that has created a virtual machine
+//! (Linux virt/kvm/kvm_main.c, `kvm_vm_ioctl`), so each machine gets a new one with the saved state.
+
+mod clone;
+mod holder;
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
+use std::time::{Duration, Instant};
+
+use kvm_ioctls::Kvm;
+use rustix::fs::FileType;
+use rustix::net::SocketType;
+
+use super::task::{Task, TaskKind};
+use super::{Vm, VmError, lock};
+use crate::api::control::{ControlError, Document, Outcome};
+use crate::api::vm::{CheckpointReport, CheckpointTarget, VmState};
+use crate::cpu::Vcpu;
+use holder::Template;
+
+/// Longest name of a checkpoint in bytes.
+const MOST_NAME_BYTES: usize = 64;
+
+/// What a machine has that may be forked.
+pub(super) struct Forkable {
+    kvm: Kvm,
+    /// /dev/null: it takes the place of standard input, output and error.
+    null: File,
+    /// The checkpoint that it was forked from.
+    parent: Option<String>,
+}
+
+impl Forkable {
+    /// Of a machine that this process has started.
+    pub(super) fn new(kvm: Kvm) -> Result<Self, VmError> {
+        let null = File::options().read(true).write(true).open("/dev/null");
+        Ok(Self { kvm, null: null.map_err(VmError::host("open /dev/null"))?, parent: None })
+    }
+
+    pub(super) fn kvm(&self) -> &Kvm {
+        &self.kvm
+    }
+
+    /// That of `old`, in a forked process.
+    ///
+    /// # Safety
+    /// Nobody uses or drops `old` from now on.
+    unsafe fn taken_over(old: &Self, parent: String) -> Result<Self, VmError> {
+        let null = old.null.try_clone().map_err(VmError::host("duplicate a descriptor"))?;
+        // SAFETY: the descriptor is open, and `old`, which the caller vouches for, does not close
+        // it.
+        let kvm = unsafe { Kvm::from_raw_fd(old.kvm.as_raw_fd()) };
+        Ok(Self { kvm, null, parent: Some(parent) })
+    }
+}
+
+/// Leaves the pages that this vCPU shares with the kernel out of forked processes: they would keep
+/// KVM's virtual machine alive when this process has ended.
+pub(super) fn keep_to_process(vcpu: &mut Vcpu, kvm: &Kvm) -> Result<(), VmError> {
+    let bytes = kvm.get_vcpu_mmap_size().map_err(VmError::kvm("report the size of a vCPU"))?;
+    let address = std::ptr::from_mut(vcpu.fd.get_kvm_run());
+    // SAFETY: the mapping begins there and has this size; the advice changes what a fork copies,
+    // and no content.
+    match unsafe { libc::madvise(address.cast(), bytes, libc::MADV_DONTFORK) } {
+        0 => Ok(()),
+        _ => Err(VmError::host("keep a vCPU out of forks")(io::Error::last_os_error())),
+    }
+}
+
+/// Which process it is after a fork.
+enum Side {
+    Old { new: libc::pid_t },
+    New,
+}
+
+/// fork(2), with what the C library does for its allocator.
+///
+/// # Safety
+/// The new process takes no lock that another thread may hold now.
+unsafe fn fork() -> io::Result<Side> {
+    // SAFETY: as the caller vouches for; all else that the new process uses is this thread's.
+    match unsafe { libc::fork() } {
+        0 => Ok(Side::New),
+        -1 => Err(io::Error::last_os_error()),
+        new => Ok(Side::Old { new }),
+    }
+}
+
+/// Closes all descriptors from 3 on but these.
+fn close_others(keep: &[RawFd]) {
+    let mut keep: Vec<u32> = keep.iter().filter_map(|&fd| u32::try_from(fd).ok()).collect();
+    keep.sort_unstable();
+    keep.dedup();
+    let mut first = 3;
+    for next in keep.into_iter().chain([u32::MAX]) {
+        if next > first {
+            // SAFETY: closes descriptors whose owners are never used in this process.
+            unsafe { libc::syscall(libc::SYS_close_range, first, next - 1, 0) };
+        }
+        first = first.max(next.saturating_add(1));
+    }
+}
+
+/// A checkpoint that was asked for.
+struct Order {
+    name: String,
+    socket: OwnedFd,
+}
+
+impl Order {
+    fn new(target: CheckpointTarget, descriptors: Vec<OwnedFd>) -> Result<Self, ControlError> {
+        let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+        if target.name.len() > MOST_NAME_BYTES || !target.name.bytes().all(is_plain) {
+            return Err(ControlError::Invalid {
+                field: "name",
+                message: "a name has at most 64 letters, digits, `.`, `_` and `-`".to_owned(),
+                remedy: Some("choose another name".to_owned()),
+            });
+        }
+        let [socket] = <[OwnedFd; 1]>::try_from(descriptors).map_err(|_| wrong_socket())?;
+        Ok(Self { name: target.name, socket })
+    }
+
+    /// Whether the socket is one that a checkpoint can serve.
+    fn check(&self) -> Result<(), ControlError> {
+        use rustix::net::sockopt::{socket_acceptconn, socket_type};
+        let kind = rustix::fs::fstat(&self.socket).map_err(ControlError::failed)?.st_mode;
+        if FileType::from_raw_mode(kind) != FileType::Socket {
+            return Err(wrong_socket());
+        }
+        let listens = socket_acceptconn(&self.socket).map_err(ControlError::failed)?;
+        let wanted = if listens { SocketType::STREAM } else { SocketType::SEQPACKET };
+        if socket_type(&self.socket).map_err(ControlError::failed)? != wanted {
+            return Err(wrong_socket());
+        }
+        rustix::io::ioctl_fionbio(&self.socket, true).map_err(ControlError::failed)
+    }
+}
+
+fn wrong_socket() -> ControlError {
+    ControlError::Invalid {
+        field: "socket",
+        message: "one socket must come with the request, which listens or is for packets"
+            .to_owned(),
+        remedy: Some(
+            "`ebb ctl SOCKET checkpoint NAME` creates the socket and passes it".to_owned(),
+        ),
+    }
+}
+
+impl Vm {
+    /// Has a checkpoint made.
+    pub(super) fn ask_checkpoint(
+        &self,
+        target: CheckpointTarget,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Outcome, ControlError> {
+        if self.forkable.is_none() {
+            return Err(ControlError::wrong_state(
+                "checkpoints of this machine are not allowed",
+                "start it with --forkable",
+            ));
+        }
+        match self.state() {
+            VmState::Running | VmState::Paused => {}
+            state => return Err(ControlError::not_running(state)),
+        }
+        let order = Order::new(target, descriptors)?;
+        self.migrations.ask_task(Task::new(TaskKind::Checkpoint, move |vm, _| {
+            vm.make_checkpoint(order).map(Document::Checkpoint)
+        }))
+    }
+
+    /// Stops the machine, forks, and continues it. In the new process this does not return.
+    fn make_checkpoint(&self, order: Order) -> Result<CheckpointReport, ControlError> {
+        let forkable = self.forkable.as_ref().ok_or_else(|| TaskKind::Checkpoint.cancelled())?;
+        if let Some(reason) = self.ram.why_not_forkable() {
+            let message = format!("no checkpoint: {reason}");
+            return Err(ControlError::wrong_state(message, "take a snapshot"));
+        }
+        // Ended checkpoints leave nothing behind; the monitor waits for no process.
+        // SAFETY: changes the disposition of a signal that no handler is installed for.
+        unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
+        order.check()?;
+        let name = order.name.clone();
+        let work = || {
+            let state = self.capture()?;
+            let image = self.image.as_ref().map(|image| lock(image).try_clone()).transpose();
+            let image = image.map_err(VmError::host("duplicate a descriptor"))?;
+            let begun = Instant::now();
+            // No other lock is needed in the new process: devices, vCPUs and merging stand still,
+            // and what other threads do then concerns this process only.
+            let (still, log) = (self.ram.hold_still(), crate::log::hold());
+            // SAFETY: the locks of guest memory and of the log are held here, and nothing that the
+            // new process uses has others.
+            match unsafe { fork() } {
+                Ok(Side::New) => {
+                    drop(still);
+                    log.forget_thread();
+                    let parent = forkable.parent.clone();
+                    Template::new(self, forkable, state, image, order.name, parent)
+                        .hold(order.socket)
+                }
+                Ok(Side::Old { new }) => Ok((new, begun.elapsed())),
+                Err(error) => Err(VmError::host("fork the monitor")(error).into()),
+            }
+        };
+        let ((pid, forked), paused) = self.while_stopped(work)?;
+        Ok(CheckpointReport {
+            name,
+            pid: pid.cast_unsigned(),
+            paused_us: microseconds(paused),
+            forked_us: microseconds(forked),
+        })
+    }
+}
+
+fn microseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+/// Standard input, output and error go nowhere; with `error`, that goes there.
+fn redirect(null: &File, error: Option<&OwnedFd>) -> io::Result<()> {
+    put_in_place(null.as_fd(), libc::STDIN_FILENO)?;
+    put_in_place(null.as_fd(), libc::STDOUT_FILENO)?;
+    put_in_place(error.map_or(null.as_fd(), |error| error.as_fd()), libc::STDERR_FILENO)
+}
+
+/// Makes the descriptor `number` refer to `file`.
+fn put_in_place(file: BorrowedFd<'_>, number: RawFd) -> io::Result<()> {
+    // SAFETY: the number is that of a standard stream, or of a descriptor that goes on to belong to
+    // its owner and refers to another file of the same kind from now on.
+    match unsafe { libc::dup3(file.as_raw_fd(), number, libc::O_CLOEXEC) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}

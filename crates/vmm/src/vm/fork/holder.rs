@@ -1,0 +1,215 @@
+//! The process that holds a checkpoint. It has one thread, no guest that runs, and serves its
+//! clients one request at a time.
+
+use std::io::IoSliceMut;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd, RawFd};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags};
+
+use super::{Forkable, Side, close_others, fork, redirect};
+use crate::boot::BootImage;
+use crate::checkpoint::{Answer, CheckpointInfo, ForkRequest, Request};
+use crate::packet;
+use crate::snapshot::MachineState;
+use crate::vm::Vm;
+
+/// Most clients at a time; one more takes the place of the oldest.
+const MOST_CLIENTS: usize = 16;
+
+/// What a checkpoint consists of, and what machines are made from.
+pub(super) struct Template<'a> {
+    /// The machine in the process that was forked: nothing of it runs here.
+    pub vm: &'a Vm,
+    pub forkable: &'a Forkable,
+    /// Taken by the one machine that is made in a process.
+    pub state: Option<MachineState>,
+    pub image: Option<BootImage>,
+    pub info: CheckpointInfo,
+}
+
+/// A client's connection, or how clients connect.
+enum Control {
+    Listener(OwnedFd),
+    /// The only client, with whom the checkpoint ends.
+    Only,
+}
+
+impl<'a> Template<'a> {
+    pub(super) fn new(
+        vm: &'a Vm,
+        forkable: &'a Forkable,
+        state: MachineState,
+        image: Option<BootImage>,
+        name: String,
+        parent: Option<String>,
+    ) -> Self {
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let info = CheckpointInfo {
+            name,
+            parent,
+            created_unix_ms: u64::try_from(created.as_millis()).unwrap_or(u64::MAX),
+            memory_bytes: vm.ram.size_bytes(),
+            forks: 0,
+        };
+        Self { vm, forkable, state: Some(state), image, info }
+    }
+
+    /// Holds it until a client ends it. Only in a forked process.
+    pub(super) fn hold(mut self, socket: OwnedFd) -> ! {
+        let mut keep = self.descriptors();
+        keep.push(socket.as_raw_fd());
+        close_others(&keep);
+        let code = match self.set_up().and_then(|()| self.serve(socket)) {
+            Ok(()) => 0,
+            Err(_nobody_to_tell) => 1,
+        };
+        // SAFETY: ends the process without running any more of its code: nothing of the other
+        // process is dropped.
+        unsafe { libc::_exit(code) }
+    }
+
+    /// Descriptors that machines are made from.
+    fn descriptors(&self) -> Vec<RawFd> {
+        let own = [self.forkable.kvm.as_raw_fd(), self.forkable.null.as_raw_fd()];
+        let files = self.vm.ram.process_files().into_iter().map(|(_, file)| file);
+        let image = self.image.iter().flat_map(BootImage::descriptors);
+        let restored = self.vm.ram.restored_file();
+        own.into_iter().chain(files).chain(image).chain(restored).collect()
+    }
+
+    /// Leaves the terminal and the signals of the other process.
+    fn set_up(&self) -> Result<(), Errno> {
+        redirect(&self.forkable.null, None)
+            .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+        rustix::process::setsid()?;
+        let _ = rustix::thread::set_name(c"ebb-checkpoint");
+        let mut none = MaybeUninit::<libc::sigset_t>::uninit();
+        // SAFETY: the set is initialized by the first call and read by the second.
+        unsafe {
+            libc::sigemptyset(none.as_mut_ptr());
+            libc::pthread_sigmask(libc::SIG_SETMASK, none.as_ptr(), std::ptr::null_mut());
+        }
+        Ok(())
+    }
+
+    fn serve(&mut self, socket: OwnedFd) -> Result<(), Errno> {
+        let mut clients = Vec::new();
+        let control = if rustix::net::sockopt::socket_acceptconn(&socket)? {
+            Control::Listener(socket)
+        } else {
+            clients.push(socket);
+            Control::Only
+        };
+        loop {
+            let mut fds: Vec<PollFd<'_>> =
+                clients.iter().map(|client| PollFd::new(client, PollFlags::IN)).collect();
+            if let Control::Listener(listener) = &control {
+                fds.push(PollFd::new(listener, PollFlags::IN));
+            }
+            match poll(&mut fds, None) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno),
+            }
+            let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+            drop(fds);
+            // From the last one on: places of earlier ones stay as they are.
+            for index in (0..clients.len()).rev().filter(|&index| ready[index]) {
+                match self.answer(&clients[index]) {
+                    Next::Client => {}
+                    Next::End => return Ok(()),
+                    Next::NoClient => drop(clients.remove(index)),
+                }
+            }
+            match &control {
+                Control::Only if clients.is_empty() => return Ok(()),
+                Control::Only => {}
+                Control::Listener(listener) => {
+                    if let Some(client) =
+                        ready.last().filter(|&&is| is).and_then(|_| accept(listener))
+                    {
+                        if clients.len() >= MOST_CLIENTS {
+                            drop(clients.remove(0));
+                        }
+                        clients.push(client);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Carries out a client's request.
+    fn answer(&mut self, client: &OwnedFd) -> Next {
+        let (request, descriptors) = match packet::receive::<Request>(client) {
+            Ok(Some(received)) => received,
+            Ok(None) | Err(_) => return Next::NoClient,
+        };
+        let (answer, next) = match request {
+            Request::Info => (Answer::Info(self.info.clone()), Next::Client),
+            Request::End => (Answer::Done, Next::End),
+            Request::Fork(request) => (self.fork(*request, descriptors), Next::Client),
+        };
+        match packet::send(client, &answer, &[]) {
+            Err(_) if matches!(next, Next::Client) => Next::NoClient,
+            _ => next,
+        }
+    }
+
+    fn fork(&mut self, request: ForkRequest, descriptors: Vec<OwnedFd>) -> Answer {
+        // SAFETY: there is no other thread.
+        match unsafe { fork() } {
+            Ok(Side::New) => {
+                let mut keep = self.descriptors();
+                keep.extend(descriptors.iter().map(|fd| fd.as_raw_fd()));
+                close_others(&keep);
+                self.become_machine(request, descriptors)
+            }
+            Ok(Side::Old { .. }) => {
+                self.info.forks += 1;
+                Answer::Done
+            }
+            Err(error) => Answer::Refused {
+                error: format!(
+                    "cannot fork the checkpoint: {error}; are there too many processes?"
+                ),
+            },
+        }
+    }
+}
+
+enum Next {
+    Client,
+    NoClient,
+    End,
+}
+
+/// Accepts a client, who sends a packet socket with one byte.
+fn accept(listener: &OwnedFd) -> Option<OwnedFd> {
+    let stream = rustix::net::accept_with(listener, SocketFlags::CLOEXEC).ok()?;
+    let mut byte = [0];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    // It has been sent already by every client who waits for an answer.
+    let mut fds = [PollFd::new(&stream, PollFlags::IN)];
+    poll(&mut fds, Some(&CLIENT_PATIENCE)).ok()?;
+    rustix::net::recvmsg(
+        stream.as_fd(),
+        &mut [IoSliceMut::new(&mut byte)],
+        &mut ancillary,
+        RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC,
+    )
+    .ok()?;
+    let socket = ancillary.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut rights) => rights.next(),
+        _ => None,
+    })?;
+    rustix::io::ioctl_fionbio(&socket, true).ok()?;
+    Some(socket)
+}
+
+/// How long a client may take to send its socket.
+const CLIENT_PATIENCE: rustix::event::Timespec =
+    rustix::event::Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
