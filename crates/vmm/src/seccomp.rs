@@ -13,6 +13,7 @@ use seccompiler::{
     SeccompRule, TargetArch, sock_filter,
 };
 use thiserror::Error;
+use vmm_sys_util::signal::SIGRTMIN;
 
 use crate::config::Switch;
 use crate::isolation::ThreadRights;
@@ -329,8 +330,6 @@ const FORK: &[c_long] = &[
     libc::SYS_seccomp,
     libc::SYS_setsid,
     libc::SYS_signalfd4,
-    // Its own process, whose number no filter of its ancestors can know. Its threads' filters can.
-    libc::SYS_tgkill,
 ];
 
 /// Calls of the companion: requests, names of sockets, files below its directories, connections to
@@ -442,9 +441,13 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
         rules.insert(libc::SYS_move_pages, vec![equal(0, 0)?]);
     }
     // Signals for the threads of this process only.
-    if kind != ThreadKind::Fork {
-        rules.insert(libc::SYS_tgkill, vec![equal(0, u64::from(std::process::id()))?]);
-    }
+    let signals = match kind {
+        // No filter of a process knows the numbers of those that are forked from it. The filters
+        // of their threads do.
+        ThreadKind::Fork => vec![equal(2, SIGRTMIN() as u64)?, equal(2, libc::SIGABRT as u64)?],
+        _ => vec![equal(0, u64::from(std::process::id()))?],
+    };
+    rules.insert(libc::SYS_tgkill, signals);
     let requests =
         ioctls(kind).iter().map(|&request| equal(1, request)).collect::<Result<Vec<_>, _>>()?;
     rules.insert(libc::SYS_ioctl, requests);

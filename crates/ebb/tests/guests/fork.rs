@@ -1,20 +1,33 @@
 //! Checkpoints in memory, and machines that are forked from them.
 
+use std::collections::BTreeSet;
 use std::fs;
+use std::io::{Read as _, Write as _};
+use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command as Program, Output};
+use std::time::Duration;
 
 use ebb_agent::protocol::Command;
-use ebb_vmm::api::{CheckpointReport, VmState};
+use ebb_agent::vsock::Service;
+use ebb_vmm::api::{CheckpointReport, Client, VmState};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::Value;
 
 use crate::guest::{Guest, MIB};
-use crate::harness::{Scene, Test, eventually, when};
+use crate::harness::{Scene, Test, counts, eventually, when};
+use crate::saved::Restore;
 use crate::setup::Setup;
 
 /// The tests.
-pub const TESTS: &[Test] = &[Test::new("fork::everything_goes_on", 120, everything_goes_on)];
+pub const TESTS: &[Test] = &[
+    Test::new("fork::everything_goes_on", 240, everything_goes_on),
+    Test::new("fork::memory_is_copied_on_write", 400, memory_is_copied_on_write),
+    Test::new("fork::what_each_has_alone", 300, what_each_has_alone),
+    Test::new("fork::kills", 400, kills),
+    Test::new("fork::refused_requests", 240, refused_requests),
+];
 
 /// A forked machine: its guest over `ebb console`, and its monitor, which is killed when this is
 /// dropped.
@@ -131,7 +144,7 @@ fn everything_goes_on(scene: &Scene) {
     checkpoint(scene, &forks[1].guest, &second);
     let listed = document(scene, &["checkpoints", "--json"]);
     assert_eq!(of(&listed, &second).unwrap()["parent"], name.as_str(), "{listed}");
-    document_free(scene, &["checkpoints", "remove", &name]);
+    silently(scene, &["checkpoints", "remove", &name]);
     let children = fork(scene, &second, "b", 1, &["--paused"]);
     assert_eq!(children[0].guest.vm().state, VmState::Paused);
     children[0].guest.put("/vm/resume");
@@ -151,15 +164,310 @@ fn everything_goes_on(scene: &Scene) {
     }
     let listed = document(scene, &["checkpoints", "--json"]);
     assert!(of(&listed, &name).is_none() && of(&listed, &second).is_some(), "{listed}");
-    document_free(scene, &["checkpoints", "remove", &second]);
+    silently(scene, &["checkpoints", "remove", &second]);
     let text = failure(scene, &["fork", &second]);
     assert!(text.contains("there is no checkpoint"), "{text}");
     assert!(fs::read_dir(scene.path("")).unwrap().count() <= 2);
 }
 
-/// Runs `ebb`, which prints nothing.
+/// Sixteen bytes of the guest's random numbers, in hexadecimal digits.
 #[track_caller]
-fn document_free(scene: &Scene, arguments: &[&str]) {
+fn random(guest: &Guest) -> String {
+    let line = "head -c 16 /dev/urandom | od -An -tx1 | tr -d ' '";
+    let argv = ["/bin/busybox", "sh", "-c", line].map(str::to_owned).to_vec();
+    guest.run(Command::Exec { argv })["stdout"].as_str().unwrap().trim().to_owned()
+}
+
+/// The guest's memory changes everywhere while it is forked, and each page is checked in the parent,
+/// in its forks and in theirs. Freed memory goes back in each of them alone.
+fn memory_is_copied_on_write(scene: &Scene) {
+    let parent =
+        Setup::new(scene).balloon("reporting=on").args(["--cpus", "2", "--forkable"]).start();
+    parent.run(Command::Hold { bytes: 128 * MIB, pattern: 9 });
+    let before = parent.read_file("/proc/uptime");
+    let churn =
+        Command::Churn { bytes: 64 * MIB, tasks: 2, seed: 71, operations: None, seconds: Some(20) };
+    let command = parent.send(churn);
+    parent.wait_started(command);
+    std::thread::sleep(Duration::from_secs(2));
+    let name = unique(scene, "churn");
+    checkpoint(scene, &parent, &name);
+    let forks = fork(scene, &name, "a", 2, &[]);
+    let second = unique(scene, "later");
+    checkpoint(scene, &forks[0].guest, &second);
+    let later = fork(scene, &second, "b", 1, &[]);
+    let guests = || {
+        let forks = forks.iter().chain(&later).map(|fork| &fork.guest);
+        std::iter::once(&parent).chain(forks)
+    };
+    for guest in guests() {
+        let report = guest.outcome_within(240, command).unwrap();
+        assert_eq!(report["wrong_pages"], 0, "{report}");
+        assert!(report["pages_verified"].as_u64().unwrap() > 1000, "{report}");
+        assert_eq!(guest.wrong_pages(), 0);
+    }
+    let uptime = |text: &str| text.split(' ').next().unwrap().parse::<f64>().unwrap();
+    for guest in guests() {
+        assert!(uptime(&guest.read_file("/proc/uptime")) > uptime(&before));
+    }
+    let randoms: BTreeSet<String> = guests().map(random).collect();
+    assert_eq!(randoms.len(), 4, "{randoms:?}");
+    // A fork frees memory that it shares with its ancestors.
+    forks[1].guest.run(Command::Release);
+    eventually("its memory is back", 60, || {
+        let now = forks[1].guest.vm().resident_bytes;
+        when(now < 200 * MIB, || format!("{now}"))
+    });
+    assert_eq!(parent.wrong_pages() + forks[0].guest.wrong_pages(), 0);
+    for name in [&name, &second] {
+        silently(scene, &["checkpoints", "remove", name]);
+    }
+}
+
+/// Sockets, disks, interfaces and cgroups.
+fn what_each_has_alone(scene: &Scene) {
+    let path = |name: &str| scene.path(name).to_str().unwrap().to_owned();
+    fs::write(path("base"), vec![0x5a; 8 << 20]).unwrap();
+    let disk = format!("path={},overlay={}", path("base"), path("overlay"));
+    let vsock = format!("path={}", path("vsock"));
+    let parent = Setup::new(scene).args(["--forkable", "--disk", &disk, "--vsock", &vsock]).start();
+    let shell = |guest: &Guest, line: &str| {
+        let argv = ["/bin/busybox", "sh", "-c", line].map(str::to_owned).to_vec();
+        let result = guest.run(Command::Exec { argv });
+        assert_eq!(result["code"], 0, "{line}: {result}");
+    };
+    let write = |guest: &Guest, text: &str| {
+        let line = format!("printf {text} | dd of=/dev/vda bs=4096 seek=3 conv=notrunc,fsync");
+        shell(guest, &line);
+    };
+    let check = |guest: &Guest, text: &str| {
+        shell(guest, "echo 3 > /proc/sys/vm/drop_caches");
+        let line = format!("[ $(dd if=/dev/vda bs=4096 skip=3 count=1 | head -c 6) = {text} ]");
+        shell(guest, &line);
+    };
+    write(&parent, "before");
+    let serving = parent.send(Command::VsockServe { port: 52, service: Service::Echo });
+    parent.wait_started(serving);
+    // Its disk is copied in the moment of the checkpoint.
+    parent.put("/vm/pause");
+    let name = unique(scene, "own");
+    let report = checkpoint(scene, &parent, &name);
+    assert_eq!(report.paused_us, 0);
+    for number in 0..2 {
+        let (from, to) = (path("overlay"), path(&format!("overlay{number}")));
+        fs::copy(&from, &to).unwrap();
+        let modified = fs::metadata(&from).unwrap().modified().unwrap();
+        fs::File::options().write(true).open(&to).unwrap().set_modified(modified).unwrap();
+    }
+    parent.put("/vm/resume");
+    write(&parent, "parent");
+
+    let refused = |more: &[&str]| {
+        let api = path("refused");
+        let text = failure(scene, &[&["fork", &name, "--api", &api], more].concat());
+        assert!(!scene.path("refused").exists() && !scene.path("refused.vsock").exists(), "{text}");
+        text
+    };
+    let other_vsock = format!("path={}", path("refused.vsock"));
+    let text = refused(&["--vsock", &other_vsock]);
+    assert!(text.contains("--disk path=FILE"), "{text}");
+    assert!(refused(&["--disk", &disk, "--vsock", &other_vsock]).contains("in use"));
+    let first = format!("path={},overlay={}", path("base"), path("overlay0"));
+    assert!(refused(&["--disk", &first]).contains("--vsock path=PATH"));
+    fs::copy(path("overlay0"), path("changed")).unwrap();
+    let changed = format!("path={},overlay={}", path("base"), path("changed"));
+    let text = refused(&["--disk", &changed, "--vsock", &other_vsock]);
+    assert!(text.contains("--accept-changed-disks"), "{text}");
+
+    let disks = format!("path={},overlay={}", path("base"), path("overlay{}"));
+    let sockets = format!("path={}", path("vsock{}"));
+    let cgroup = format!("path={}/{{}},pids_max=64", unique(scene, "forks"));
+    let root = Path::new("/sys/fs/cgroup");
+    let cgroups = root.join(unique(scene, "forks"));
+    fs::create_dir(&cgroups).unwrap();
+    for folder in [root, &cgroups] {
+        fs::write(folder.join("cgroup.subtree_control"), "+memory +pids +cpu").unwrap();
+    }
+    let more = ["--disk", &disks, "--vsock", &sockets, "--cgroup", &cgroup];
+    let forks = fork(scene, &name, "a", 2, &more);
+    for (number, fork) in forks.iter().enumerate() {
+        check(&fork.guest, "before");
+        write(&fork.guest, &format!("fork-{number}"));
+        let mut stream = crate::vsock::connect(&scene.path(&format!("vsock{number}")), 52).unwrap();
+        stream.write_all(b"hello").unwrap();
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        assert_eq!(answer, "hello");
+        let folder = cgroups.join(number.to_string());
+        let processes = fs::read_to_string(folder.join("cgroup.procs")).unwrap();
+        let monitor = fork.monitor.as_raw_nonzero().to_string();
+        assert!(processes.lines().any(|line| line == monitor), "{processes}");
+        assert_eq!(fs::read_to_string(folder.join("pids.max")).unwrap(), "64\n");
+    }
+    for (number, fork) in forks.iter().enumerate() {
+        check(&fork.guest, &format!("fork-{number}"));
+    }
+    check(&parent, "parent");
+    for (number, fork) in forks.into_iter().enumerate() {
+        fork.guest.put("/vm/kill");
+        fork.wait_end();
+        let folder = cgroups.join(number.to_string());
+        let socket = scene.path(&format!("vsock{number}"));
+        eventually("socket and cgroup are removed", 20, || {
+            when(!folder.exists() && !socket.exists(), || format!("{folder:?} {socket:?}"))
+        });
+    }
+    fs::remove_dir(&cgroups).unwrap();
+    silently(scene, &["checkpoints", "remove", &name]);
+}
+
+/// A monitor, a checkpoint or a machine is killed in the middle, and the others go on.
+fn kills(scene: &Scene) {
+    let parent = Setup::new(scene).args(["--forkable"]).start();
+    parent.run(Command::Hold { bytes: 32 * MIB, pattern: 3 });
+    let socket = parent.socket().to_str().unwrap().to_owned();
+    let mut random = crate::kills::moments(scene);
+    for round in 0..counts(12, 100) {
+        let name = unique(scene, &format!("kill{round}"));
+        let report = checkpoint(scene, &parent, &name);
+        let holder = Pid::from_raw(report.pid.cast_signed()).unwrap();
+        let forks = fork(scene, &name, &format!("a{round}-"), 2, &[]);
+        // While it forks, or right after.
+        let wait = Duration::from_millis(random.below(60) as u64);
+        let victim = match random.below(3) {
+            0 => holder,
+            1 => forks[0].monitor,
+            _ => forks[1].monitor,
+        };
+        let more = std::thread::scope(|scope| {
+            scope.spawn(move || {
+                std::thread::sleep(wait);
+                let _ = kill_process(victim, Signal::KILL);
+            });
+            let api = scene.path(&format!("b{round}"));
+            ebb(scene, &["fork", &name, "--api", api.to_str().unwrap(), "--json"])
+        });
+        let text = String::from_utf8_lossy(&more.stderr).into_owned();
+        assert!(more.status.success() || victim == holder, "{text}");
+        for fork in forks.iter().filter(|fork| fork.monitor != victim) {
+            assert_eq!(fork.guest.wrong_pages(), 0);
+        }
+        assert_eq!(parent.wrong_pages(), 0);
+        if let Ok(report) = serde_json::from_slice::<Value>(&more.stdout)
+            && let Some(made) = report["machines"].get(0)
+        {
+            let made = i32::try_from(made["pid"].as_i64().unwrap()).unwrap();
+            let _ = kill_process(Pid::from_raw(made).unwrap(), Signal::KILL);
+        }
+        let _ = kill_process(holder, Signal::KILL);
+    }
+    // The parent is killed, and what was made of it goes on.
+    let name = unique(scene, "last");
+    checkpoint(scene, &parent, &name);
+    let early = fork(scene, &name, "early", 1, &[]);
+    kill_process(Pid::from_raw(parent.pid().cast_signed()).unwrap(), Signal::KILL).unwrap();
+    drop(parent);
+    assert!(!Client::new(&socket, Duration::from_secs(1)).request("GET", "/vm", "").is_ok());
+    let late = fork(scene, &name, "late", 1, &[]);
+    for fork in early.iter().chain(&late) {
+        assert_eq!(fork.guest.wrong_pages(), 0);
+    }
+    let listed = document(scene, &["checkpoints", "--json"]);
+    let killed = |one: &Value| one["name"].as_str().unwrap().contains(&unique(scene, "kill"));
+    assert!(!listed.as_array().unwrap().iter().any(killed), "{listed}");
+    silently(scene, &["checkpoints", "remove", &name]);
+}
+
+fn refused_requests(scene: &Scene) {
+    let plain = Setup::new(scene).start();
+    let socket = plain.socket().to_str().unwrap().to_owned();
+    let name = unique(scene, "refused");
+    let text = failure(scene, &["ctl", &socket, "checkpoint", &name]);
+    assert!(text.contains("--forkable"), "{text}");
+    assert!(failure(scene, &["fork", &socket]).contains("--forkable"));
+    assert!(failure(scene, &["fork", &name]).contains("there is no checkpoint"));
+    plain.end();
+
+    let refused = |memory: &str| {
+        let setup = Setup::new(scene).memory(memory).args(["--forkable"]);
+        let (code, log) = setup.spawn().wait_end();
+        assert_eq!(code, Some(2), "{log}");
+        log
+    };
+    assert!(refused("size=512M,backing=memfd").contains("--forkable"));
+    assert!(refused("size=512M,merge=owner").contains("--forkable"));
+
+    let guest = Setup::new(scene).socket("second").args(["--forkable"]).start();
+    let socket = guest.socket().to_str().unwrap().to_owned();
+    for bad in ["a b", "..\u{e9}", &"x".repeat(65)] {
+        let text = failure(scene, &["ctl", &socket, "checkpoint", bad]);
+        assert!(text.contains("64 letters"), "{text}");
+    }
+    checkpoint(scene, &guest, &name);
+    let text = failure(scene, &["ctl", &socket, "checkpoint", &name]);
+    assert!(text.contains("another process listens"), "{text}");
+    let api = scene.path("fork");
+    let api = api.to_str().unwrap();
+    let text = failure(scene, &["fork", &name, "-n", "2", "--api", api]);
+    assert!(text.contains("{}"), "{text}");
+    let vsock = format!("path={api}.vsock");
+    let text = failure(scene, &["fork", &name, "--api", api, "--vsock", &vsock]);
+    assert!(text.contains("no socket device"), "{text}");
+    let text = failure(scene, &["fork", &name, "--api", api, "--disk", "path=/nowhere"]);
+    assert!(text.contains("/nowhere"), "{text}");
+    let text = failure(scene, &["fork", &name, "--api", api, "--net", "tap=nowhere"]);
+    assert!(text.contains("nowhere"), "{text}");
+    let text = failure(scene, &["fork", &name, "--api", &socket]);
+    assert!(text.contains("another process listens"), "{text}");
+    assert!(!Path::new(api).exists() && !Path::new(&format!("{api}.vsock")).exists());
+    // Not a socket, and none at all.
+    let (status, text) = guest.refused("PUT", "/vm/checkpoint", r#"{"name": "x"}"#);
+    assert_eq!(status, 422, "{text}");
+    let target = serde_json::json!({ "name": "x" });
+    let null = fs::File::open("/dev/null").unwrap();
+    let error = guest
+        .client()
+        .put_json_with::<CheckpointReport>("/vm/checkpoint", &target, &[null.as_fd()])
+        .unwrap_err();
+    assert!(error.to_string().contains("one socket"), "{error}");
+    // Clients that say nothing, or nonsense, do not keep others from a checkpoint.
+    let place = format!("/run/ebb/checkpoints/{name}.sock");
+    let silent: Vec<_> = (0..4).map(|_| UnixStream::connect(&place).unwrap()).collect();
+    let mut wrong = UnixStream::connect(&place).unwrap();
+    wrong.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    let forks = fork(scene, &name, "after", 1, &[]);
+    assert_eq!(forks[0].guest.vm().state, VmState::Running);
+    drop((silent, wrong));
+    // A guest that has been paused, and one that has a snapshot written.
+    guest.put("/vm/pause");
+    assert_eq!(checkpoint(scene, &guest, &unique(scene, "paused")).paused_us, 0);
+    let paused = fork(scene, &unique(scene, "paused"), "paused", 1, &[]);
+    assert_eq!(paused[0].guest.vm().state, VmState::Running);
+    paused[0].guest.save(&scene.path("of-a-fork.snapshot"));
+    assert_eq!(guest.vm().state, VmState::Paused);
+    for name in [&name, &unique(scene, "paused")] {
+        silently(scene, &["checkpoints", "remove", name]);
+    }
+    guest.put("/vm/resume");
+    guest.end();
+    let restored = Restore::new(scene, &scene.path("of-a-fork.snapshot"))
+        .socket("restored")
+        .args(["--forkable"])
+        .start();
+    // Memory that is mapped from a snapshot's file is forked, too.
+    let socket = restored.socket().to_str().unwrap().to_owned();
+    let forks = fork(scene, &socket, "of-restored", 2, &[]);
+    restored.end();
+    for fork in forks {
+        fork.guest.write_file("/tmp/x", "written");
+        assert_eq!(fork.guest.read_file("/tmp/x"), "written");
+    }
+}
+
+/// Runs `ebb`, which must succeed.
+#[track_caller]
+fn silently(scene: &Scene, arguments: &[&str]) {
     let output = ebb(scene, arguments);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }

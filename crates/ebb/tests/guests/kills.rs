@@ -45,7 +45,7 @@ const CGROUP: &str = "/sys/fs/cgroup/ebb-kills/vm";
 const BROKER: &str = "broker";
 
 /// A number generator for the moments, whose seed is printed.
-fn moments(scene: &Scene) -> Random {
+pub fn moments(scene: &Scene) -> Random {
     let mut seed = [0; 8];
     rustix::rand::getrandom(&mut seed, rustix::rand::GetRandomFlags::empty()).unwrap();
     let seed = u64::from_ne_bytes(seed);

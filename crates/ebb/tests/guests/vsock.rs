@@ -34,7 +34,7 @@ const HOLD: u32 = 54;
 const SOURCE: u32 = 55;
 
 /// Connects to a port of the guest; an error is the monitor's refusal.
-fn connect(path: &Path, port: u32) -> Result<UnixStream, String> {
+pub fn connect(path: &Path, port: u32) -> Result<UnixStream, String> {
     let mut stream = UnixStream::connect(path).map_err(|error| error.to_string())?;
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     stream.set_write_timeout(Some(PATIENCE)).unwrap();

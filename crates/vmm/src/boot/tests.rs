@@ -82,7 +82,7 @@ fn load(
 ) -> Result<Entry, BootError> {
     let kernel = file(kernel);
     let initrd = initrd.map(file);
-    let mut image = BootImage::open(
+    let image = BootImage::open(
         kernel.path(),
         initrd.as_ref().map(tempfile::NamedTempFile::path),
         cmdline,
@@ -181,7 +181,7 @@ fn an_initrd_or_command_line_that_does_not_fit_is_refused() {
 #[test]
 fn an_image_can_be_loaded_twice() {
     let (kernel, initrd) = (file(&elf(4096, true)), file(&[9; 5000]));
-    let mut image = BootImage::open(kernel.path(), Some(initrd.path()), "quiet").unwrap();
+    let image = BootImage::open(kernel.path(), Some(initrd.path()), "quiet").unwrap();
     let (first, second) = (memory(), memory());
     let entry = image.load(&first, RAM_BYTES, GuestAddress(0)).unwrap();
     assert_eq!(image.load(&second, RAM_BYTES, GuestAddress(0)).unwrap(), entry);

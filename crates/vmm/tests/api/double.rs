@@ -292,6 +292,15 @@ impl Machine for TestVm {
                 }),
             }),
             Operation::Snapshot(target) => Document::Snapshot(self.snapshot(&target)?),
+            Operation::Checkpoint(target) => {
+                drop(self.change(Needs::Nothing)?);
+                Document::Checkpoint(CheckpointReport {
+                    name: target.name,
+                    pid: 4711,
+                    paused_us: 900,
+                    forked_us: 300,
+                })
+            }
             Operation::Migrate(request) => {
                 self.change(Needs::Nothing)?.migration = Some(*request);
                 Document::Migration(Box::new(self.migration()))

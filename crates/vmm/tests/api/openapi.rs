@@ -37,6 +37,7 @@ fn schemas() -> Map<String, Value> {
     replies.subschema_for::<ParkStatus>();
     replies.subschema_for::<BalloonInfo>();
     replies.subschema_for::<StatisticsDocument>();
+    replies.subschema_for::<CheckpointReport>();
     replies.subschema_for::<FreePagesReport>();
     replies.subschema_for::<ReclaimReport>();
     replies.subschema_for::<MigrationStatus>();
@@ -57,6 +58,7 @@ fn schemas() -> Map<String, Value> {
     schemas["ErrorDetail"]["properties"].as_object_mut().unwrap().values_mut().for_each(drop_null);
     schemas.extend([
         request::<SnapshotTarget>("SnapshotTarget"),
+        request::<CheckpointTarget>("CheckpointTarget"),
         request::<ParkRequest>("ParkRequest"),
         request::<MigrationRequest>("MigrationRequest"),
         request::<BalloonTarget>("BalloonTarget"),
@@ -163,6 +165,7 @@ fn provocation(method: &str, path: &str, status: &str) -> (Mood, &'static str, &
     let good_body = match (method, path) {
         ("PUT", "/balloon") => r#"{"target_bytes": 4096}"#,
         ("PUT", "/vm/snapshot") => r#"{"path": "/tmp/x"}"#,
+        ("PUT", "/vm/checkpoint") => r#"{"name": "x"}"#,
         ("PUT", "/vm/migrate") => r#"{"to": "unix:/tmp/x"}"#,
         ("PUT", "/disks") => r#"{"device": "disk0"}"#,
         ("PUT", "/limits") => r#"{"device": "disk0", "ops": 5}"#,

@@ -31,7 +31,7 @@ fn one_at_a_time() {
     let error = migrations.ask(order("unix:/elsewhere")).unwrap_err();
     assert!(error.to_string().contains("unix:/there"), "{error}");
     assert!(matches!(
-        migrations.next_request(),
+        migrations.next_request(ThreadKind::Migrate),
         Some(Job::Migrate(order)) if order.request.to == "unix:/there"
     ));
     migrations.finish(ended(MigrationPhase::Failed));
@@ -87,10 +87,10 @@ fn a_committed_migration_cannot_be_cancelled() {
 #[test]
 fn the_end_of_the_monitor_cancels_and_ends_the_thread() {
     let migrations = asked();
-    assert!(migrations.next_request().is_some());
+    assert!(migrations.next_request(ThreadKind::Migrate).is_some());
     migrations.end();
     assert!(migrations.is_cancelled() && !migrations.commit());
-    assert!(migrations.next_request().is_none());
+    assert!(migrations.next_request(ThreadKind::Migrate).is_none());
     migrations.finish(ended(MigrationPhase::Cancelled));
     assert!(migrations.ask(order("unix:/there")).is_err());
 }
@@ -117,7 +117,7 @@ fn tasks_and_migrations_exclude_each_other() {
         let migrations = asked();
         let error = refused(&migrations, kind);
         assert!(error.to_string().contains("migrating"), "{error}");
-        assert!(migrations.next_request().is_some());
+        assert!(migrations.next_request(ThreadKind::Migrate).is_some());
         migrations.finish(ended(MigrationPhase::Failed));
 
         let first = task(kind);
@@ -132,7 +132,7 @@ fn tasks_and_migrations_exclude_each_other() {
                 assert_eq!(error, kind.busy());
             }
             if migrations.lock().request.is_some() {
-                assert!(matches!(migrations.next_request(), Some(Job::Task(_))));
+                assert!(matches!(migrations.next_request(ThreadKind::Migrate), Some(Job::Task(_))));
             }
         }
         migrations.finish_task(&ticket, Err(ControlError::failed("no room")));
@@ -157,7 +157,7 @@ fn a_client_that_hangs_up_and_the_end_of_the_monitor_cancel_a_task() {
     let outcome = migrations.ask_task(last).unwrap();
     migrations.end();
     assert!(ticket.is_cancelled());
-    assert!(migrations.next_request().is_none());
+    assert!(migrations.next_request(ThreadKind::Migrate).is_none());
     assert!(migrations.ask_task(task(TaskKind::Park)).is_err());
     // Its client is answered although the thread has not taken it.
     let answer = answer(outcome).unwrap();
