@@ -16,6 +16,7 @@ use ebb_vmm::config::options::{CGROUP_FORM, DISK_FORM};
 use ebb_vmm::config::vsock::VSOCK_FORM;
 use ebb_vmm::config::{DiskConfig, NetConfig, VsockOption};
 use ebb_vmm::isolation::CgroupConfig;
+use ebb_vmm::size::ByteSize;
 use serde::Serialize;
 
 use crate::checkpoints;
@@ -112,6 +113,11 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         (0..args.n).map(|number| options(&args, number)).collect::<Result<Vec<_>, _>>()?;
     let started = Instant::now();
     let (held, paused_us) = open(&args.source)?;
+    let (info, _) = held.info()?;
+    for options in &options {
+        options.check(&info)?;
+    }
+    check_room(args.n)?;
     let mut machines = Vec::with_capacity(options.len());
     let mut failed = None;
     for (number, options) in options.into_iter().enumerate() {
@@ -188,6 +194,28 @@ impl Log {
 
 /// Most of a monitor's log that is shown.
 const MOST_LOG_BYTES: u64 = 64 << 10;
+
+/// What a machine takes at least that has not run yet: pages of the monitor, of its companion and of
+/// KVM, and page tables.
+const LEAST_BYTES: u64 = 2 << 20;
+
+/// Refuses more machines than the host has room for when none of them has run.
+fn check_room(n: u32) -> anyhow::Result<()> {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.split_ascii_whitespace().next()?.parse::<u64>().ok());
+    let Some(available) = kib.map(|kib| kib << 10) else { return Ok(()) };
+    let fitting = available / LEAST_BYTES;
+    if u64::from(n) > fitting {
+        bail!(
+            "{n} machines do not fit: the host has {} available, and each takes {} before it has \
+             run; make at most {fitting}",
+            ByteSize::from_bytes(available).rounded(),
+            ByteSize::from_bytes(LEAST_BYTES),
+        );
+    }
+    Ok(())
+}
 
 /// A checkpoint by its name, or one of a running machine that ends with the connection.
 fn open(source: &str) -> anyhow::Result<(Held, Option<u64>)> {

@@ -20,7 +20,7 @@ use thiserror::Error;
 
 use super::message::{
     Answer, CheckpointInfo, DiskRequest, Files, ForkRequest, NetRequest, OWN_FILES, Request,
-    SocketRequest, Stage,
+    SocketRequest, Stage, Start,
 };
 use crate::api::vm::{CheckpointReport, CheckpointTarget};
 use crate::api::{ApiError, ApiSocket, Client, ClientError};
@@ -76,6 +76,20 @@ pub enum CheckpointError {
     /// The cgroup cannot be used.
     #[error(transparent)]
     Isolation(#[from] IsolationError),
+    /// The options are for another machine.
+    #[error(
+        "the machine has {expected} {what}, {option} was given {given} times; give one for each"
+    )]
+    Count {
+        /// The devices.
+        what: &'static str,
+        /// How many the machine has.
+        expected: usize,
+        /// The option.
+        option: &'static str,
+        /// How often it was given.
+        given: usize,
+    },
     /// passt cannot be passed on.
     #[error("--net user cannot be used for forked machines yet; give tap= or fd=")]
     User,
@@ -224,7 +238,32 @@ struct Opened {
     descriptors: Vec<OwnedFd>,
     names: Vec<KeptName>,
     /// Dropped last: it ends when no connection is left.
-    _companion: Option<Companion>,
+    companion: Option<Companion>,
+}
+
+impl ForkOptions {
+    /// Whether a machine of this checkpoint has these devices.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Count`]
+    pub fn check(&self, info: &CheckpointInfo) -> Result<(), CheckpointError> {
+        let given = [
+            ("disks", info.disks, "--disk path=FILE", self.disks.len()),
+            ("network devices", info.nets, "--net tap=NAME", self.nets.len()),
+            (
+                "socket devices",
+                usize::from(info.vsock),
+                "--vsock path=PATH",
+                usize::from(self.vsock.is_some()),
+            ),
+        ];
+        for (what, expected, option, given) in given {
+            if given != expected {
+                return Err(CheckpointError::Count { what, expected, option, given });
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Held {
@@ -250,7 +289,7 @@ impl Held {
         self.call(&request, &descriptors)?;
         drop(descriptors);
         drop(theirs);
-        let pid = follow(&status)?;
+        let pid = follow(&status, opened.companion.as_ref())?;
         // From here on its companion serves it alone.
         opened.names.into_iter().for_each(KeptName::leave);
         Ok(Forked { pid })
@@ -258,7 +297,7 @@ impl Held {
 }
 
 /// Helps a new monitor until its machine runs.
-fn follow(status: &OwnedFd) -> Result<Pid, CheckpointError> {
+fn follow(status: &OwnedFd, companion: Option<&Companion>) -> Result<Pid, CheckpointError> {
     let failed = |problem: &str| CheckpointError::Failed(problem.to_owned());
     loop {
         let packet = packet::receive_packet::<Stage>(status).map_err(|error| {
@@ -271,6 +310,9 @@ fn follow(status: &OwnedFd) -> Result<Pid, CheckpointError> {
                 let files = own_files(pid, &files)?;
                 let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
                 packet::send(status, &Files {}, &files).map_err(host("answer the monitor"))?;
+                // It starts while the machine is built.
+                companion.map_or(Ok(()), |companion| companion.begin(Switch::On))?;
+                packet::send(status, &Start {}, &[]).map_err(host("answer the monitor"))?;
             }
             Stage::Ready => return Ok(pid),
             Stage::Failed { error } => return Err(CheckpointError::Failed(error)),
@@ -363,9 +405,6 @@ impl Opened {
             descriptors.push(descriptor);
             request.nets.push(NetRequest::of(net));
         }
-        if let Some(companion) = &companion {
-            companion.begin(Switch::On)?;
-        }
-        Ok(Self { request, descriptors, names, _companion: companion })
+        Ok(Self { request, descriptors, names, companion })
     }
 }

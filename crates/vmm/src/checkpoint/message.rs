@@ -49,6 +49,12 @@ pub struct CheckpointInfo {
     pub created_unix_ms: u64,
     /// Size of the guest's memory, in bytes.
     pub memory_bytes: u64,
+    /// Number of the guest's disks: each machine needs as many.
+    pub disks: usize,
+    /// Number of its network devices.
+    pub nets: usize,
+    /// Whether it has a socket device.
+    pub vsock: bool,
     /// Machines that were forked from it.
     pub forks: u64,
 }
@@ -147,6 +153,11 @@ pub(crate) enum Stage {
         error: String,
     },
 }
+
+/// Lets the machine run: its companion has given up its rights.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Start {}
 
 /// The files of [`Stage::Born`], as descriptors in the same order.
 #[derive(Debug, Serialize, Deserialize)]

@@ -13,4 +13,6 @@ mod message;
 
 pub use client::{CheckpointError, ForkOptions, Forked, Held, keep};
 pub use message::CheckpointInfo;
-pub(crate) use message::{Answer, DiskRequest, Files, ForkRequest, NetRequest, Request, Stage};
+pub(crate) use message::{
+    Answer, DiskRequest, Files, ForkRequest, NetRequest, Request, Stage, Start,
+};

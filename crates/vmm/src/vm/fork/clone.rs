@@ -1,15 +1,18 @@
 //! A machine in a process that was forked from a checkpoint's.
 
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::DumpableBehavior;
 use rustix::thread::CoreSchedulingScope;
+use serde::de::IgnoredAny;
 
 use super::holder::Template;
 use super::{Forkable, put_in_place, redirect};
-use crate::checkpoint::{DiskRequest, Files, ForkRequest, NetRequest, Stage};
+use crate::checkpoint::{DiskRequest, Files, ForkRequest, NetRequest, Stage, Start};
 use crate::config::{SerialConfig, Switch, VmConfig, VsockOption};
 use crate::devices::virtio::block::DiskFiles;
 use crate::devices::virtio::net::OpenNet;
@@ -70,6 +73,7 @@ impl Template<'_> {
                 tracing::error!("{error}");
                 // A client that has gone does not want to know.
                 let _ = packet::send(status, &Stage::Failed { error }, &[]);
+                wait_for_client(status);
                 1
             }
         }
@@ -134,6 +138,9 @@ impl Template<'_> {
         let _migrations =
             vm.config.api.is_some().then(|| MigrationThread::start(&vm, &filters)).transpose()?;
         let console = Console::open(&SerialConfig::Null, input_read, &vm)?;
+        let received = packet::receive::<Start>(status);
+        let received = received.and_then(|start| start.ok_or(ErrorKind::UnexpectedEof.into()));
+        received.map_err(VmError::host("wait for its companion"))?;
         filters.for_thread(ThreadKind::Main).apply()?;
         if paused {
             let _ = vm.start_paused();
@@ -162,7 +169,7 @@ impl Template<'_> {
             .and_then(|()| packet::receive::<Files>(status));
         dumpable(DumpableBehavior::NotDumpable)?;
         let (_, files) = received
-            .and_then(|received| received.ok_or_else(|| std::io::ErrorKind::UnexpectedEof.into()))
+            .and_then(|received| received.ok_or(ErrorKind::UnexpectedEof.into()))
             .map_err(failed)?;
         let mut files = files.into_iter();
         let statm = files.next().map(File::from);
@@ -172,6 +179,26 @@ impl Template<'_> {
         Ok(ProcessMemory::of(statm))
     }
 }
+
+/// Waits until the client has read everything and closed the connection: if this side were closed
+/// with unread messages, the client would lose the last ones (Linux net/unix/af_unix.c,
+/// `unix_release_sock`).
+fn wait_for_client(status: &OwnedFd) {
+    loop {
+        let mut fds = [PollFd::new(status, PollFlags::IN)];
+        match poll(&mut fds, Some(&CLIENT_PATIENCE)) {
+            Ok(1..) => {}
+            _ => return,
+        }
+        match packet::receive::<IgnoredAny>(status) {
+            Ok(Some(_)) => {}
+            _ => return,
+        }
+    }
+}
+
+/// How long a client may take to read why there is no machine.
+const CLIENT_PATIENCE: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
 
 /// What the machine has for itself.
 struct Own {

@@ -53,6 +53,9 @@ impl<'a> Template<'a> {
             parent,
             created_unix_ms: u64::try_from(created.as_millis()).unwrap_or(u64::MAX),
             memory_bytes: vm.ram.size_bytes(),
+            disks: vm.config.disks.len(),
+            nets: vm.config.nets.len(),
+            vsock: vm.config.vsock.is_some(),
             forks: 0,
         };
         Self { vm, forkable, state: Some(state), image, info }
