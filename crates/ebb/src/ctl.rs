@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use ebb_vmm::api::{
-    BalloonFeature, BalloonInfo, BalloonState, BalloonTarget, Client, ClientError,
+    BalloonFeature, BalloonInfo, BalloonState, BalloonTarget, Client, ClientError, CopiedWhile,
     FreePagesRequest, LinkState, MAX_STATISTICS_INTERVAL_SECONDS, MergeSettings, RateLimits,
     ReclaimRequest, SnapshotReport, StatisticsDocument, StatisticsInterval, TrimReport, VmInfo,
     VmState, prometheus,
@@ -85,8 +85,8 @@ enum Command {
     Park(park::ParkArgs),
     /// Show what a parked guest has read again since; it needs nothing to go on
     Unpark,
-    /// Write the machine to a file for `ebb restore`; a running guest is paused while its memory is
-    /// copied, and Ctrl-C cancels the snapshot
+    /// Write the machine to a file for `ebb restore`; a running guest is paused for some milliseconds
+    /// and runs while its memory is copied, where the host allows it; Ctrl-C cancels the snapshot
     Snapshot {
         /// Path of the file; an existing file is replaced if it is a snapshot
         #[arg(value_name = "FILE")]
@@ -347,8 +347,16 @@ fn snapshot_rows(report: &SnapshotReport) -> Vec<Row> {
         row("guest memory", bytes(report.ram_bytes)),
         row("on disk", bytes(report.stored_bytes)),
         row("took", seconds(report.elapsed_ms)),
-        row("guest paused for", seconds(report.paused_ms)),
+        row("guest paused for", format!("{} ms", report.paused_ms)),
+        row("memory copied while", copied_while(report.copied)),
     ]
+}
+
+fn copied_while(copied: CopiedWhile) -> &'static str {
+    match copied {
+        CopiedWhile::Running => "the guest ran",
+        CopiedWhile::Stopped => "the guest was paused",
+    }
 }
 
 fn trim_rows(report: &TrimReport) -> Vec<Row> {

@@ -2,16 +2,17 @@
 //! refused requests.
 
 use std::fs;
+use std::os::fd::AsFd as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use ebb_agent::protocol::{Command, Event};
-use ebb_vmm::api::VmState;
+use ebb_vmm::api::{Client, CopiedWhile, SnapshotReport, SnapshotTarget, VmState};
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
 use crate::guest::{GIB, Guest, MIB};
 use crate::harness::{Scene, Test, counts, eventually, when};
-use crate::saved::{Restore, describe};
+use crate::saved::{Restore, SAVE_LIMIT, describe};
 use crate::setup::Setup;
 
 /// The tests.
@@ -22,6 +23,7 @@ pub const TESTS: &[Test] = &[
     Test::new("snapshot::of_reported_memory_is_small", 400, of_reported_memory_is_small),
     Test::new("snapshot::several_from_one_file", 300, several_from_one_file),
     Test::new("snapshot::paused_or_not", 240, paused_or_not),
+    Test::new("snapshot::while_the_guest_runs", 300, while_the_guest_runs),
     Test::new("snapshot::no_room_or_no_place", 240, no_room_or_no_place),
     Test::new("snapshot::bad_files", 240, bad_files),
 ];
@@ -266,6 +268,68 @@ fn paused_or_not(scene: &Scene) {
     guest.put("/vm/resume");
     guest.outcome(id).unwrap();
     assert_eq!(guest.read_file("/tmp/note"), "after the first");
+}
+
+/// A snapshot for which the machine is paused all the time: what was written to the file cannot be
+/// read again.
+fn save_paused(guest: &Guest, path: &Path) -> SnapshotReport {
+    let file = fs::File::options().write(true).create_new(true).open(path).unwrap();
+    let target = SnapshotTarget { path: path.to_owned() };
+    let client = Client::new(guest.socket(), SAVE_LIMIT);
+    client.put_json_with("/vm/snapshot", &target, &[file.as_fd()]).unwrap()
+}
+
+/// Both sides of a snapshot go on with their own memory: programs that write all the time, and a
+/// balloon that grows.
+fn while_the_guest_runs(scene: &Scene) {
+    let churn =
+        Command::Churn { bytes: 96 * MIB, tasks: 2, seed: 61, operations: None, seconds: Some(12) };
+    for memory in ["size=512M", "size=512M,thp=off"] {
+        let (first, file) = (scene.path("first.snapshot"), scene.path("vm.snapshot"));
+        let guest =
+            Setup::new(scene).memory(memory).balloon("reporting=on").args(["--cpus", "2"]).start();
+        guest.run(Command::Hold { bytes: 128 * MIB, pattern: 62 });
+        let work = guest.send(churn.clone());
+        guest.wait_started(work);
+        let paused = save_paused(&guest, &first);
+        assert_eq!(paused.copied, CopiedWhile::Stopped, "{paused:?}");
+        fs::remove_file(&first).unwrap();
+        guest.set_target(64 * MIB);
+        let report = guest.save(&file);
+        assert_eq!(report.copied, CopiedWhile::Running, "{report:?}");
+        println!(
+            "    {memory}: {} MiB in the file; paused for {} of {} ms, and for {} of {} ms while \
+             memory is copied as well",
+            report.ram_bytes / MIB,
+            report.paused_ms,
+            report.elapsed_ms,
+            paused.paused_ms,
+            paused.elapsed_ms
+        );
+        assert!(report.paused_ms * 2 < paused.paused_ms, "{report:?} {paused:?}");
+        assert_eq!(guest.vm().state, VmState::Running);
+        assert_eq!(guest.balloon().discard_inhibited, None);
+        check_sides(&guest, work);
+        guest.end();
+        describe(scene, &file);
+        let guest = Restore::new(scene, &file).start();
+        check_sides(&guest, work);
+        guest.end();
+        fs::remove_file(&file).unwrap();
+    }
+}
+
+/// A guest whose balloon grows while `work` checks its memory.
+#[track_caller]
+fn check_sides(guest: &Guest, work: u64) {
+    let report = guest.outcome_within(120, work).unwrap();
+    assert_eq!(report["wrong_pages"], 0, "{report}");
+    assert!(report["pages_verified"].as_u64().unwrap() > 0, "{report}");
+    guest.inflate_to(64 * MIB);
+    assert_eq!(guest.wrong_pages(), 0);
+    guest.inflate_to(0);
+    guest.run(Command::AllocTouchExit { bytes: 100 * MIB });
+    assert_eq!(guest.wrong_pages(), 0);
 }
 
 /// A separate small file system.

@@ -21,6 +21,7 @@ use super::limits::Throttled;
 use super::merge::Merging;
 use super::migration::description::capabilities;
 use super::net::NetDevice;
+use super::save::prepare_for_copies;
 use super::snapshot::capture_interrupts;
 use super::vsock::{VsockHandle, VsockSockets};
 use super::{Vm, VmError};
@@ -147,6 +148,7 @@ pub(super) fn build(
     let ram = Arc::new(guest_ram(&config, &mut origin)?);
     register_memory(&vm_fd, &ram)?;
     let merging = Merging::start(&config.memory.merge, &ram, filters, exit);
+    let copies_stopped = prepare_for_copies(&config, &ram).err();
 
     let mut assembly = Assembly {
         vm_fd: &vm_fd,
@@ -240,6 +242,7 @@ pub(super) fn build(
         vcpus,
         state: Mutex::new(state),
         migrations: Arc::default(),
+        copies_stopped,
         handed_over: Mutex::new(None),
         released_exclusive: AtomicBool::new(false),
         started: Instant::now(),
