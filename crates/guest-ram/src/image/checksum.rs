@@ -156,7 +156,9 @@ mod tests {
     fn pages_are_added_to_the_chunks_they_lie_in() {
         let of = |parts: &[(u64, &[u8])]| {
             let mut hasher = ChunkHasher::new();
-            parts.iter().for_each(|(offset, content)| hasher.add(*offset, content));
+            for (offset, content) in parts {
+                hasher.add(*offset, content);
+            }
             hasher.finish()
         };
         let content = pages(&[1, 2, 3, 4]);

@@ -87,9 +87,9 @@ impl GuestRam {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return Err(BackgroundUnavailable::InUse),
         };
-        let _inhibited = self.inhibit_discard(InhibitReason::BackgroundSnapshot);
+        let inhibited = self.inhibit_discard(InhibitReason::BackgroundSnapshot);
         // Before anything is registered: it is unregistered even after an error.
-        let watched = Watched { ram: self, userfaultfd, _inhibited };
+        let watched = Watched { ram: self, userfaultfd, _inhibited: inhibited };
         for region in self.regions() {
             let (address, size_bytes) = (region.host_address as usize, region.size_bytes as usize);
             // SAFETY: threads that wait to write are woken when `watched` is dropped at the latest.

@@ -164,7 +164,7 @@ proptest! {
         let mut expected = vec![0; addresses.len()];
         // With huge pages most are allocated because of their neighbours.
         for (index, address) in addresses.iter().enumerate() {
-            if (index as u64 * 2_654_435_761 >> 7) % density == 0 {
+            if ((index as u64 * 2_654_435_761) >> 7).is_multiple_of(density) {
                 expected[index] = index as u64 + 1;
                 put(&ram, *address, expected[index]);
             }
@@ -341,7 +341,9 @@ fn a_cancelled_save_releases_everything() {
             let result = save.write(&file, OFFSET, &mut |_| {}, &is_cancelled);
             assert!(matches!(result, Err(RamError::SaveCancelled)), "{patience}: {result:?}");
             assert_eq!(asked.get(), patience + 1, "nothing is done after the cancellation");
-            writers.into_iter().for_each(|writer| writer.join().unwrap());
+            for writer in writers {
+                writer.join().unwrap();
+            }
         });
         assert!(pages(&ram).iter().all(|address| get(&ram, *address) == 5));
         assert_released(&ram);
