@@ -147,7 +147,7 @@ impl TrimReport {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SnapshotTarget {
     /// Absolute path of the file, for messages and the report. The monitor does not open it: an
-    /// empty file that is open for writing comes with the request, as its only file descriptor
+    /// empty file that is open for reading and writing comes with the request, as its only file descriptor
     /// (`SCM_RIGHTS`, with the first bytes), and its sender gives it the name. `ebb ctl` does both.
     #[schemars(regex(pattern = "^/"))]
     pub path: PathBuf,
