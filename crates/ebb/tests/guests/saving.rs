@@ -162,6 +162,10 @@ fn sigterm_and_kill(scene: &Scene) {
     let file = snapshots.join("vm.snapshot");
     for (how, code) in [("SIGTERM", 6), ("kill", 7)] {
         let mut guest = large_guest(scene);
+        // Its vCPUs wait to write in the end.
+        let (bytes, seconds) = (200 * MIB, Some(60));
+        let churn = Command::Churn { bytes, tasks: 2, seed: 54, operations: None, seconds };
+        guest.wait_started(guest.send(churn));
         let ctl = copying(scene, &guest, &file);
         match how {
             "SIGTERM" => guest.signal(Signal::TERM),

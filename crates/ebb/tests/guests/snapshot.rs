@@ -279,18 +279,35 @@ fn save_paused(guest: &Guest, path: &Path) -> SnapshotReport {
     client.put_json_with("/vm/snapshot", &target, &[file.as_fd()]).unwrap()
 }
 
-/// Both sides of a snapshot go on with their own memory: programs that write all the time, and a
-/// balloon that grows.
+/// Reads a disk into new pages again and again, until it is told to stop; fails if they differ from
+/// a copy.
+const READ_DISK: &str = "cp /dev/vda /tmp/copy; \
+     until [ -e /tmp/stop ]; do \
+         echo 3 > /proc/sys/vm/drop_caches; cmp /dev/vda /tmp/copy || exit 1; \
+     done";
+
+/// Both sides of a snapshot go on with their own memory: programs that write all the time, a disk
+/// whose data the host's kernel writes, and a balloon that grows.
 fn while_the_guest_runs(scene: &Scene) {
     let churn =
         Command::Churn { bytes: 96 * MIB, tasks: 2, seed: 61, operations: None, seconds: Some(12) };
     for memory in ["size=512M", "size=512M,thp=off"] {
         let (first, file) = (scene.path("first.snapshot"), scene.path("vm.snapshot"));
-        let guest =
-            Setup::new(scene).memory(memory).balloon("reporting=on").args(["--cpus", "2"]).start();
+        let disk = scene.path("disk");
+        let content: Vec<u8> = (0..8_u32 << 20).map(|index| (index / 509) as u8).collect();
+        fs::write(&disk, content).unwrap();
+        let disk = format!("path={},readonly=on", disk.display());
+        let guest = Setup::new(scene)
+            .memory(memory)
+            .balloon("reporting=on")
+            .args(["--cpus", "2", "--disk", &disk])
+            .start();
         guest.run(Command::Hold { bytes: 128 * MIB, pattern: 62 });
-        let work = guest.send(churn.clone());
-        guest.wait_started(work);
+        let argv = ["/bin/busybox", "sh", "-c", READ_DISK].map(str::to_owned).to_vec();
+        let work = [guest.send(churn.clone()), guest.send(Command::Exec { argv })];
+        for started in work {
+            guest.wait_started(started);
+        }
         let paused = save_paused(&guest, &first);
         assert_eq!(paused.copied, CopiedWhile::Stopped, "{paused:?}");
         fs::remove_file(&first).unwrap();
@@ -312,19 +329,22 @@ fn while_the_guest_runs(scene: &Scene) {
         check_sides(&guest, work);
         guest.end();
         describe(scene, &file);
-        let guest = Restore::new(scene, &file).start();
+        let guest = Restore::new(scene, &file).args(["--disk", &disk]).start();
         check_sides(&guest, work);
         guest.end();
         fs::remove_file(&file).unwrap();
     }
 }
 
-/// A guest whose balloon grows while `work` checks its memory.
+/// A guest whose balloon grows while a churn and [`READ_DISK`] check its memory.
 #[track_caller]
-fn check_sides(guest: &Guest, work: u64) {
-    let report = guest.outcome_within(120, work).unwrap();
+fn check_sides(guest: &Guest, [churn, reads]: [u64; 2]) {
+    let report = guest.outcome_within(120, churn).unwrap();
     assert_eq!(report["wrong_pages"], 0, "{report}");
     assert!(report["pages_verified"].as_u64().unwrap() > 0, "{report}");
+    guest.write_file("/tmp/stop", "");
+    let outcome = guest.outcome(reads).unwrap();
+    assert_eq!(outcome["code"], 0, "{outcome}");
     guest.inflate_to(64 * MIB);
     assert_eq!(guest.wrong_pages(), 0);
     guest.inflate_to(0);
