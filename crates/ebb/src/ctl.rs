@@ -85,8 +85,9 @@ enum Command {
     Park(park::ParkArgs),
     /// Show what a parked guest has read again since; it needs nothing to go on
     Unpark,
-    /// Write the machine to a file for `ebb restore`; a running guest is paused for some milliseconds
-    /// and runs while its memory is copied, where the host allows it; Ctrl-C cancels the snapshot
+    /// Write the machine to a file for `ebb restore`; a running guest is paused for some
+    /// milliseconds, and runs while its memory is copied, where the host allows it; Ctrl-C cancels
+    /// the snapshot
     Snapshot {
         /// Path of the file; an existing file is replaced if it is a snapshot
         #[arg(value_name = "FILE")]

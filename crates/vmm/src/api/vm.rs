@@ -23,8 +23,8 @@ pub enum VmState {
     Running,
     /// vCPUs are paused.
     Paused,
-    /// vCPUs are paused for a snapshot: while their state is read, and while memory is copied if the
-    /// guest cannot run meanwhile.
+    /// vCPUs are paused for a snapshot: while their state is read, and while memory is copied if
+    /// the guest cannot run meanwhile.
     Saving,
     /// vCPUs are paused while the rest of the machine is sent to another monitor.
     Migrating,
@@ -147,8 +147,9 @@ impl TrimReport {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SnapshotTarget {
     /// Absolute path of the file, for messages and the report. The monitor does not open it: an
-    /// empty file that is open for reading and writing comes with the request, as its only file descriptor
-    /// (`SCM_RIGHTS`, with the first bytes), and its sender gives it the name. `ebb ctl` does both.
+    /// empty file that is open for reading and writing comes with the request, as its only file
+    /// descriptor (`SCM_RIGHTS`, with the first bytes), and its sender gives it the name. `ebb ctl`
+    /// does both.
     #[schemars(regex(pattern = "^/"))]
     pub path: PathBuf,
 }

@@ -120,8 +120,8 @@ impl From<Failure> for ControlError {
 }
 
 impl Vm {
-    /// Writes the snapshot. A running machine is stopped while its state is read; while its memory is
-    /// copied, too, if it cannot be [copied](ebb_guest_ram::BackgroundSave) while the guest runs.
+    /// Writes the snapshot. A running machine is stopped while its state is read, and while its
+    /// memory is copied if that is not possible [in use](ebb_guest_ram::BackgroundSave).
     pub(super) fn write_snapshot(
         &self,
         save: Save,
