@@ -8,9 +8,9 @@ use std::time::Duration;
 use anyhow::Context as _;
 use ebb_vmm::api::{
     BalloonFeature, BalloonInfo, BalloonState, BalloonTarget, CheckpointReport, Client,
-    ClientError, FreePagesRequest, LinkState, MAX_STATISTICS_INTERVAL_SECONDS, MergeSettings,
-    RateLimits, ReclaimRequest, SnapshotReport, StatisticsDocument, StatisticsInterval, TrimReport,
-    VmInfo, VmState, prometheus,
+    ClientError, CopiedWhile, FreePagesRequest, LinkState, MAX_STATISTICS_INTERVAL_SECONDS,
+    MergeSettings, RateLimits, ReclaimRequest, SnapshotReport, StatisticsDocument,
+    StatisticsInterval, TrimReport, VmInfo, VmState, prometheus,
 };
 use ebb_vmm::checkpoint;
 use ebb_vmm::config::Backing;
@@ -88,8 +88,9 @@ enum Command {
     Park(park::ParkArgs),
     /// Show what a parked guest has read again since; it needs nothing to go on
     Unpark,
-    /// Write the machine to a file for `ebb restore`; a running guest is paused while its memory is
-    /// copied, and Ctrl-C cancels the snapshot
+    /// Write the machine to a file for `ebb restore`; a running guest is paused for some
+    /// milliseconds, and runs while its memory is copied, where the host allows it; Ctrl-C cancels
+    /// the snapshot
     Snapshot {
         /// Path of the file; an existing file is replaced if it is a snapshot
         #[arg(value_name = "FILE")]
@@ -366,7 +367,8 @@ fn snapshot_rows(report: &SnapshotReport) -> Vec<Row> {
         row("guest memory", bytes(report.ram_bytes)),
         row("on disk", bytes(report.stored_bytes)),
         row("took", seconds(report.elapsed_ms)),
-        row("guest paused for", seconds(report.paused_ms)),
+        row("guest paused for", format!("{} ms", report.paused_ms)),
+        row("memory copied while", copied_while(report.copied)),
     ]
 }
 
@@ -378,6 +380,13 @@ fn checkpoint_rows(report: &CheckpointReport) -> Vec<Row> {
         row("guest stood still for", ms(report.paused_us)),
         row("of which for its memory", ms(report.forked_us)),
     ]
+}
+
+fn copied_while(copied: CopiedWhile) -> &'static str {
+    match copied {
+        CopiedWhile::Running => "the guest ran",
+        CopiedWhile::Stopped => "the guest was paused",
+    }
 }
 
 fn trim_rows(report: &TrimReport) -> Vec<Row> {

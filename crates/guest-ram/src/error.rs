@@ -218,6 +218,13 @@ pub enum RamError {
     )]
     SaveOntoSource,
 
+    /// The protection of memory against writes could not be changed.
+    #[error("cannot change the protection of guest memory against writes: {source}")]
+    Protect {
+        /// The system error.
+        source: io::Error,
+    },
+
     /// The caller has cancelled the allocation in advance.
     #[error("guest memory is not allocated in advance: it was cancelled")]
     PopulateCancelled,

@@ -21,7 +21,7 @@ mod verify;
 pub use error::ImageError;
 pub use extents::{CHUNK_BYTES, Extent, ImageRegion, MAX_EXTENTS, RAM_IMAGE_VERSION};
 
-pub(crate) use checksum::{ChunkHasher, nonzero_runs};
+pub(crate) use checksum::{ChunkHasher, ChunkSums, nonzero_runs};
 pub(crate) use extents::{ExtentList, merge_across_gaps};
 
 /// Maximum number of regions; no machine has more.

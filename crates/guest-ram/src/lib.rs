@@ -7,8 +7,9 @@
 //! reporting) or [`GuestRam::discard_ballooned`] (pages that stay out of use until
 //! [`GuestRam::reclaim`], as in a balloon).
 //!
-//! [`GuestRam::save`] writes memory to a sparse file, and [`GuestRam::restore`] starts from one,
-//! reading pages on demand. [`GuestRam::share`] and [`GuestRam::adopt`] pass memory to another
+//! [`GuestRam::save`] writes memory to a sparse file, or while it is in use
+//! [`GuestRam::prepare_background_save`], and [`GuestRam::restore`] starts from one, reading pages
+//! on demand. [`GuestRam::share`] and [`GuestRam::adopt`] pass memory to another
 //! process.
 //!
 //! A live migration, which copies memory while it changes, finds populated pages with
@@ -50,6 +51,7 @@ mod resident;
 mod restore;
 mod save;
 mod share;
+mod uffd;
 mod write_log;
 mod zeros;
 
@@ -77,7 +79,9 @@ pub use range_set::RangeSet;
 pub use ranges::{coalesce, huge_blocks_first};
 pub use region::{Backing, HugePages, Populate, Region, RegionSpec};
 pub use resident::{ProcessResidency, Residency};
+pub use save::{BackgroundSave, BackgroundUnavailable, PreparedSave};
 pub use share::{SHARED_LAYOUT_VERSION, SharedLayout, SharedRam};
+pub use uffd::UffdUnavailable;
 pub use write_log::{GuestMemory, WriteLog, WriteLogSlice};
 pub use zeros::ZeroScan;
 

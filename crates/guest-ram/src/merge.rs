@@ -33,7 +33,6 @@ pub mod stress;
 #[cfg(feature = "testing")]
 #[doc(hidden)]
 pub mod testing;
-mod uffd;
 mod unavailable;
 mod unmerge;
 

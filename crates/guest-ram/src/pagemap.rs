@@ -24,6 +24,8 @@ pub(crate) struct PageState(u64);
 impl PageState {
     const PRESENT: u64 = 1 << 63;
     const SWAPPED: u64 = 1 << 62;
+    /// Protected against writes by a userfaultfd (Linux 5.14).
+    const PROTECTED: u64 = 1 << 57;
     /// A page of a file, or shared.
     const FILE: u64 = 1 << 61;
 
@@ -36,6 +38,11 @@ impl PageState {
     /// Whether any page is mapped.
     pub(crate) const fn is_in_memory(self) -> bool {
         self.0 & Self::PRESENT != 0
+    }
+
+    /// Whether a userfaultfd protects the page against writes, in memory or in swap space.
+    pub(crate) const fn is_protected(self) -> bool {
+        self.0 & Self::PROTECTED != 0
     }
 
     /// Whether the page is private and in memory.

@@ -15,6 +15,7 @@ use crate::pagemap::Pagemap;
 use crate::partial_huge::{PartialHugePages, Tenure};
 use crate::region::{Backing, HugePages, Populate, Region, RegionSpec};
 use crate::resident::{Meter, ProcessResidency, Residency};
+use crate::uffd::Userfaultfd;
 use crate::{GuestMemory, GuestRange, RamError, WriteLog, populate};
 
 /// The memory of a virtual machine.
@@ -31,6 +32,8 @@ pub struct GuestRam {
     meter: Meter,
     pub(crate) pagemap: Option<Pagemap>,
     huge_pages: HugePages,
+    /// Once this memory may be saved while it is in use.
+    pub(crate) protection: OnceLock<Mutex<Userfaultfd>>,
     /// For restored memory, and once pages may be merged.
     pub(crate) overlay: OnceLock<Overlay>,
     /// Once this process may merge pages.
@@ -122,6 +125,7 @@ impl GuestRam {
             meter: Meter::new(),
             pagemap: Pagemap::open(),
             huge_pages,
+            protection: OnceLock::new(),
             overlay: overlay.map_or_else(OnceLock::new, OnceLock::from),
             #[cfg(feature = "merge")]
             merging: OnceLock::new(),

@@ -13,7 +13,7 @@ use crate::guest::Guest;
 use crate::harness::Scene;
 
 /// Time limit for writing a snapshot in an emulated host.
-const SAVE_LIMIT: Duration = Duration::from_secs(120);
+pub const SAVE_LIMIT: Duration = Duration::from_secs(120);
 
 impl Guest {
     /// Writes a snapshot; the guest then runs or is paused as before.

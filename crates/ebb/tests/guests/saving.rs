@@ -20,6 +20,7 @@ pub const TESTS: &[Test] = &[
     Test::new("saving::a_client_hangs_up", 300, a_client_hangs_up),
     Test::new("saving::sigterm_and_kill", 300, sigterm_and_kill),
     Test::new("saving::during_reboots", 300, during_reboots),
+    Test::new("saving::while_others_ask", 300, while_others_ask),
 ];
 
 /// Attempts to meet a snapshot while memory is copied.
@@ -57,7 +58,7 @@ impl Ctl {
     /// Waits until memory is copied; false if the snapshot was complete before that was seen.
     fn wait_copying(&mut self, guest: &Guest) -> bool {
         while self.0.try_wait().unwrap().is_none() {
-            if guest.vm().state == VmState::Saving {
+            if is_copying(guest) {
                 return true;
             }
         }
@@ -84,6 +85,13 @@ impl Drop for Ctl {
     }
 }
 
+/// Whether memory is copied, in a pause or not.
+fn is_copying(guest: &Guest) -> bool {
+    let inhibited = guest.balloon().discard_inhibited;
+    guest.vm().state == VmState::Saving
+        || inhibited.is_some_and(|reason| reason.contains("snapshot"))
+}
+
 /// A snapshot whose memory is being copied.
 fn copying(scene: &Scene, guest: &Guest, file: &Path) -> Ctl {
     for _ in 0..ATTEMPTS {
@@ -106,7 +114,7 @@ fn refused_while_saving(guest: &Guest, target: &str) {
         Err(ClientError::Refused { status: 409, detail }) => {
             assert!(detail.message.contains("snapshot") && detail.remedy.is_some(), "{detail:?}");
         }
-        Ok(_) => assert_ne!(guest.vm().state, VmState::Saving, "{target}"),
+        Ok(_) => assert!(!is_copying(guest), "{target}"),
         other => panic!("{target}: {other:?}"),
     }
 }
@@ -125,9 +133,9 @@ fn a_client_hangs_up(scene: &Scene) {
         }
         let ctl = copying(scene, &guest, &file);
         // Without effect when the copy is done already.
-        let no_change = if was == VmState::Running { "/vm/resume" } else { "/vm/pause" };
-        for target in ["/vm/trim", no_change] {
-            refused_while_saving(&guest, target);
+        refused_while_saving(&guest, "/vm/trim");
+        if was == VmState::Paused {
+            refused_while_saving(&guest, "/vm/pause");
         }
         ctl.signal(signal);
         let (done, said) = ctl.end();
@@ -154,6 +162,10 @@ fn sigterm_and_kill(scene: &Scene) {
     let file = snapshots.join("vm.snapshot");
     for (how, code) in [("SIGTERM", 6), ("kill", 7)] {
         let mut guest = large_guest(scene);
+        // Its vCPUs wait to write in the end.
+        let (bytes, seconds) = (200 * MIB, Some(60));
+        let churn = Command::Churn { bytes, tasks: 2, seed: 54, operations: None, seconds };
+        guest.wait_started(guest.send(churn));
         let ctl = copying(scene, &guest, &file);
         match how {
             "SIGTERM" => guest.signal(Signal::TERM),
@@ -167,6 +179,45 @@ fn sigterm_and_kill(scene: &Scene) {
         assert_eq!(names(&snapshots), [""; 0], "{how}");
         assert!(!guest.socket().exists(), "the socket is left behind");
     }
+}
+
+/// What is possible while the memory of a running guest is copied, and what is not.
+fn while_others_ask(scene: &Scene) {
+    let guest = large_guest(scene);
+    let snapshots = directory(scene);
+    let file = snapshots.join("vm.snapshot");
+    let ctl = copying(scene, &guest, &file);
+    for (target, body) in [("/vm/trim", ""), ("/vm/park", "{}"), ("/balloon/reclaim", "{}")] {
+        match guest.client().request("PUT", target, body) {
+            Err(ClientError::Refused { status: 409, detail }) => {
+                assert!(detail.message.contains("snapshot"), "{target}: {detail:?}");
+            }
+            other => panic!("{target}: {other:?}"),
+        }
+        assert!(is_copying(&guest), "the copy was too fast for this test");
+    }
+    let error = guest.try_save(&snapshots.join("second")).unwrap_err();
+    assert!(error.contains("is being written"), "{error}");
+    // The pause waits for threads that wait to write.
+    guest.put("/vm/pause");
+    assert_eq!(guest.vm().state, VmState::Paused);
+    guest.put("/vm/resume");
+    let (done, said) = ctl.end();
+    assert!(done, "{said}");
+    fs::remove_file(&file).unwrap();
+
+    // The copy of a machine that was paused meanwhile is completed.
+    let ctl = copying(scene, &guest, &file);
+    guest.put("/vm/pause");
+    let (done, said) = ctl.end();
+    assert!(done, "{said}");
+    assert_eq!(guest.vm().state, VmState::Paused);
+    assert_eq!(guest.balloon().discard_inhibited, None);
+    guest.put("/vm/resume");
+    assert_eq!(guest.wrong_pages(), 0);
+    guest.end();
+    let guest = Restore::new(scene, &file).start();
+    assert_eq!(guest.wrong_pages(), 0);
 }
 
 fn during_reboots(scene: &Scene) {

@@ -2,16 +2,17 @@
 //! refused requests.
 
 use std::fs;
+use std::os::fd::AsFd as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use ebb_agent::protocol::{Command, Event};
-use ebb_vmm::api::VmState;
+use ebb_vmm::api::{Client, CopiedWhile, SnapshotReport, SnapshotTarget, VmState};
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
 use crate::guest::{GIB, Guest, MIB};
 use crate::harness::{Scene, Test, counts, eventually, when};
-use crate::saved::{Restore, describe};
+use crate::saved::{Restore, SAVE_LIMIT, describe};
 use crate::setup::Setup;
 
 /// The tests.
@@ -22,6 +23,7 @@ pub const TESTS: &[Test] = &[
     Test::new("snapshot::of_reported_memory_is_small", 400, of_reported_memory_is_small),
     Test::new("snapshot::several_from_one_file", 300, several_from_one_file),
     Test::new("snapshot::paused_or_not", 240, paused_or_not),
+    Test::new("snapshot::while_the_guest_runs", 300, while_the_guest_runs),
     Test::new("snapshot::no_room_or_no_place", 240, no_room_or_no_place),
     Test::new("snapshot::bad_files", 240, bad_files),
 ];
@@ -266,6 +268,88 @@ fn paused_or_not(scene: &Scene) {
     guest.put("/vm/resume");
     guest.outcome(id).unwrap();
     assert_eq!(guest.read_file("/tmp/note"), "after the first");
+}
+
+/// A snapshot for which the machine is paused all the time: what was written to the file cannot be
+/// read again.
+fn save_paused(guest: &Guest, path: &Path) -> SnapshotReport {
+    let file = fs::File::options().write(true).create_new(true).open(path).unwrap();
+    let target = SnapshotTarget { path: path.to_owned() };
+    let client = Client::new(guest.socket(), SAVE_LIMIT);
+    client.put_json_with("/vm/snapshot", &target, &[file.as_fd()]).unwrap()
+}
+
+/// Reads a disk into new pages again and again, until it is told to stop; fails if they differ from
+/// a copy.
+const READ_DISK: &str = "cp /dev/vda /tmp/copy; \
+     until [ -e /tmp/stop ]; do \
+         echo 3 > /proc/sys/vm/drop_caches; cmp /dev/vda /tmp/copy || exit 1; \
+     done";
+
+/// Both sides of a snapshot go on with their own memory: programs that write all the time, a disk
+/// whose data the host's kernel writes, and a balloon that grows.
+fn while_the_guest_runs(scene: &Scene) {
+    let churn =
+        Command::Churn { bytes: 96 * MIB, tasks: 2, seed: 61, operations: None, seconds: Some(12) };
+    for memory in ["size=512M", "size=512M,thp=off"] {
+        let (first, file) = (scene.path("first.snapshot"), scene.path("vm.snapshot"));
+        let disk = scene.path("disk");
+        let content: Vec<u8> = (0..8_u32 << 20).map(|index| (index / 509) as u8).collect();
+        fs::write(&disk, content).unwrap();
+        let disk = format!("path={},readonly=on", disk.display());
+        let guest = Setup::new(scene)
+            .memory(memory)
+            .balloon("reporting=on")
+            .args(["--cpus", "2", "--disk", &disk])
+            .start();
+        guest.run(Command::Hold { bytes: 128 * MIB, pattern: 62 });
+        let argv = ["/bin/busybox", "sh", "-c", READ_DISK].map(str::to_owned).to_vec();
+        let work = [guest.send(churn.clone()), guest.send(Command::Exec { argv })];
+        for started in work {
+            guest.wait_started(started);
+        }
+        let paused = save_paused(&guest, &first);
+        assert_eq!(paused.copied, CopiedWhile::Stopped, "{paused:?}");
+        fs::remove_file(&first).unwrap();
+        guest.set_target(64 * MIB);
+        let report = guest.save(&file);
+        assert_eq!(report.copied, CopiedWhile::Running, "{report:?}");
+        println!(
+            "    {memory}: {} MiB in the file; paused for {} of {} ms, and for {} of {} ms while \
+             memory is copied as well",
+            report.ram_bytes / MIB,
+            report.paused_ms,
+            report.elapsed_ms,
+            paused.paused_ms,
+            paused.elapsed_ms
+        );
+        assert!(report.paused_ms * 2 < paused.paused_ms, "{report:?} {paused:?}");
+        assert_eq!(guest.vm().state, VmState::Running);
+        assert_eq!(guest.balloon().discard_inhibited, None);
+        check_sides(&guest, work);
+        guest.end();
+        describe(scene, &file);
+        let guest = Restore::new(scene, &file).args(["--disk", &disk]).start();
+        check_sides(&guest, work);
+        guest.end();
+        fs::remove_file(&file).unwrap();
+    }
+}
+
+/// A guest whose balloon grows while a churn and [`READ_DISK`] check its memory.
+#[track_caller]
+fn check_sides(guest: &Guest, [churn, reads]: [u64; 2]) {
+    let report = guest.outcome_within(120, churn).unwrap();
+    assert_eq!(report["wrong_pages"], 0, "{report}");
+    assert!(report["pages_verified"].as_u64().unwrap() > 0, "{report}");
+    guest.write_file("/tmp/stop", "");
+    let outcome = guest.outcome(reads).unwrap();
+    assert_eq!(outcome["code"], 0, "{outcome}");
+    guest.inflate_to(64 * MIB);
+    assert_eq!(guest.wrong_pages(), 0);
+    guest.inflate_to(0);
+    guest.run(Command::AllocTouchExit { bytes: 100 * MIB });
+    assert_eq!(guest.wrong_pages(), 0);
 }
 
 /// A separate small file system.

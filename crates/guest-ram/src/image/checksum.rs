@@ -14,6 +14,8 @@ use std::ops::Range;
 use ebb_abi::PAGE_SIZE_BYTES;
 use twox_hash::XxHash3_64;
 
+use super::CHUNK_BYTES;
+
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
 /// Computes the checksum of one chunk, whose pages must come in ascending order.
@@ -45,6 +47,47 @@ impl ChunkHasher {
     /// The checksum.
     pub(crate) fn finish(&self) -> u64 {
         self.hasher.finish()
+    }
+}
+
+/// The checksums of all chunks of a memory, whose pages come in ascending order.
+pub(crate) struct ChunkSums {
+    /// Those of complete chunks.
+    complete: Vec<u64>,
+    hasher: ChunkHasher,
+}
+
+impl ChunkSums {
+    pub(crate) fn new() -> Self {
+        Self { complete: Vec::new(), hasher: ChunkHasher::new() }
+    }
+
+    /// Adds whole pages, none of them all zero, that begin at a RAM offset and may belong to
+    /// several chunks.
+    pub(crate) fn add(&mut self, mut offset_bytes: u64, mut pages: &[u8]) {
+        while !pages.is_empty() {
+            self.complete_up_to(offset_bytes);
+            let left_bytes = CHUNK_BYTES - offset_bytes % CHUNK_BYTES;
+            let length = usize::try_from(left_bytes).map_or(pages.len(), |it| it.min(pages.len()));
+            let (of_chunk, rest) = pages.split_at(length);
+            self.hasher.add(offset_bytes, of_chunk);
+            offset_bytes += length as u64;
+            pages = rest;
+        }
+    }
+
+    /// The checksums of a memory of `size_bytes`.
+    pub(crate) fn finish(mut self, size_bytes: u64) -> Vec<u64> {
+        self.complete_up_to(size_bytes.next_multiple_of(CHUNK_BYTES));
+        self.complete
+    }
+
+    /// Completes the chunks that end at or before a RAM offset.
+    fn complete_up_to(&mut self, offset_bytes: u64) {
+        while ((self.complete.len() + 1) as u64) * CHUNK_BYTES <= offset_bytes {
+            let hasher = std::mem::replace(&mut self.hasher, ChunkHasher::new());
+            self.complete.push(hasher.finish());
+        }
     }
 }
 
@@ -107,6 +150,32 @@ mod tests {
                 .concat();
         assert_eq!(hasher.finish(), XxHash3_64::oneshot(&bytes));
         assert_eq!(ChunkHasher::new().finish(), 0x2d06_8005_38d3_94c2);
+    }
+
+    #[test]
+    fn pages_are_added_to_the_chunks_they_lie_in() {
+        let of = |parts: &[(u64, &[u8])]| {
+            let mut hasher = ChunkHasher::new();
+            for (offset, content) in parts {
+                hasher.add(*offset, content);
+            }
+            hasher.finish()
+        };
+        let content = pages(&[1, 2, 3, 4]);
+        let before = 2 * CHUNK_BYTES - 2 * PAGE_SIZE_BYTES;
+        let mut sums = ChunkSums::new();
+        sums.add(before, &content[..PAGE]);
+        sums.add(before + PAGE_SIZE_BYTES, &content[PAGE..]);
+        assert_eq!(
+            sums.finish(3 * CHUNK_BYTES + 1),
+            [
+                of(&[]),
+                of(&[(before, &content[..2 * PAGE])]),
+                of(&[(2 * CHUNK_BYTES, &content[2 * PAGE..])]),
+                of(&[]),
+            ]
+        );
+        assert_eq!(ChunkSums::new().finish(CHUNK_BYTES), [of(&[])]);
     }
 
     proptest! {

@@ -17,11 +17,11 @@ use rustix::io::Errno;
 use super::merging::Merging;
 use super::scan::Question;
 use super::session::MergeSession;
-use super::uffd::{Watch, must_succeed};
 use crate::GuestRange;
 use crate::discard::Piece;
 use crate::overlay::FileExtents;
 use crate::ranges::gaps;
+use crate::uffd::{Watch, must_succeed};
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 

@@ -25,9 +25,9 @@ use super::merging::Merging;
 use super::scan::Question;
 use super::session::{MergeError, MergeSession, kernel};
 use super::stable::Segment;
-use super::uffd::{Watch, must_succeed};
 use crate::GuestRange;
 use crate::overlay::FileExtents;
+use crate::uffd::{Watch, must_succeed};
 use items::{Item, Stage, extents, few_extents, place, ranges, span};
 
 pub use items::{MergeOutcome, MergeTarget};

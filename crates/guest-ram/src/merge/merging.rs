@@ -10,10 +10,10 @@ use vm_memory::GuestAddress;
 
 use super::scan::PageScan;
 use super::scratch::Scratch;
-use super::uffd::{Userfaultfd, Watch};
 use super::{MergeUnavailable, StableSegments};
 use crate::mapping::Mapping;
 use crate::overlay::FileExtents;
+use crate::uffd::{Userfaultfd, Watch};
 use crate::{Backing, HugePages, Region, RegionSpec};
 
 /// Resources for merging a memory's pages, opened while the process can still open everything.

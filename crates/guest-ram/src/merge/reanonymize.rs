@@ -30,10 +30,10 @@ use super::schedule::Found;
 #[cfg(feature = "testing")]
 use super::schedule::Protection;
 use super::session::{MergeSession, PageLook};
-use super::uffd::{Watch, must_succeed};
 use crate::GuestRange;
 use crate::discard::Piece;
 use crate::overlay::FileExtents;
+use crate::uffd::{Watch, must_succeed};
 
 impl MergeSession {
     /// Records the result of scanning `block`, and reanonymizes copies that have waited for long

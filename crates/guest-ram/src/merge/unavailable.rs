@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::{Backing, RamError};
+use crate::{Backing, RamError, UffdUnavailable};
 
 /// Reason why the pages of a memory cannot be merged by the process that owns it. The memory itself
 /// is not affected.
@@ -96,4 +96,15 @@ pub enum MergeUnavailable {
     /// Another session merges this memory.
     #[error("another session already merges this memory")]
     InUse,
+}
+
+impl From<UffdUnavailable> for MergeUnavailable {
+    fn from(unavailable: UffdUnavailable) -> Self {
+        match unavailable {
+            UffdUnavailable::NoPermission { device, call } => Self::NoPermission { device, call },
+            // Merging needs more of userfaultfd than its oldest version has.
+            UffdUnavailable::OldKernel { feature, .. } => Self::OldKernel { feature, since: "6.8" },
+            UffdUnavailable::Refused { action, source } => Self::Refused { action, source },
+        }
+    }
 }

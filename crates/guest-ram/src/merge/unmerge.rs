@@ -18,10 +18,10 @@ use rustix::mm::{Advice, madvise};
 
 use super::StableSlot;
 use super::session::{MergeError, MergeSession, kernel};
-use super::uffd::{Watch, must_succeed};
 use crate::GuestRange;
 use crate::overlay::FileExtents;
 use crate::pagemap::PageState;
+use crate::uffd::{Watch, must_succeed};
 
 /// Number of attempts to bring pages into memory to examine them.
 const LOOKS: u32 = 8;

@@ -64,8 +64,9 @@ pub enum Operation {
     /// `GET /vm/park`: the last parking, and what the guest has read again since.
     ParkStatus,
     /// `PUT /vm/snapshot`: writes the machine to an empty file that is open for writing, the one
-    /// descriptor of the request. A running machine is stopped while its memory is copied. After
-    /// any error the machine is as before. A client that hangs up cancels it.
+    /// descriptor of the request. A running machine is stopped while its state is read, and while
+    /// its memory is copied if it cannot run meanwhile. After any error the machine is as before. A
+    /// client that hangs up cancels it.
     Snapshot(SnapshotTarget),
     /// `PUT /vm/checkpoint`: keeps the machine in memory, in a process that serves the socket which is
     /// the one descriptor of the request. A running machine stands still for the state of its

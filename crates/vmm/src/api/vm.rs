@@ -23,7 +23,8 @@ pub enum VmState {
     Running,
     /// vCPUs are paused.
     Paused,
-    /// vCPUs are paused while memory is copied for a snapshot.
+    /// vCPUs are paused for a snapshot: while their state is read, and while memory is copied if
+    /// the guest cannot run meanwhile.
     Saving,
     /// vCPUs are paused while the rest of the machine is sent to another monitor.
     Migrating,
@@ -170,8 +171,9 @@ pub struct CheckpointReport {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SnapshotTarget {
     /// Absolute path of the file, for messages and the report. The monitor does not open it: an
-    /// empty file that is open for writing comes with the request, as its only file descriptor
-    /// (`SCM_RIGHTS`, with the first bytes), and its sender gives it the name. `ebb ctl` does both.
+    /// empty file that is open for reading and writing comes with the request, as its only file
+    /// descriptor (`SCM_RIGHTS`, with the first bytes), and its sender gives it the name. `ebb ctl`
+    /// does both.
     #[schemars(regex(pattern = "^/"))]
     pub path: PathBuf,
 }
@@ -191,4 +193,19 @@ pub struct SnapshotReport {
     pub elapsed_ms: u64,
     /// How long a running machine was paused for it, in milliseconds.
     pub paused_ms: u64,
+    /// Whether the guest ran while memory was copied to the file.
+    pub copied: CopiedWhile,
+}
+
+/// Whether a guest runs while its memory is copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum CopiedWhile {
+    /// Pages were write-protected in a pause, and a page that the guest wanted to write to was
+    /// copied first.
+    Running,
+    /// The machine was paused already, or it was paused for the whole copy: because of its memory's
+    /// backing, because it was restored, because its pages may be merged, or because the host does
+    /// not allow userfaultfd.
+    Stopped,
 }

@@ -183,6 +183,11 @@ fn of_kind(kind: ThreadKind) -> &'static [u64] {
             KVM_CLEAR_DIRTY_LOG,
             KVM_ENABLE_CAP,
             KVM_CHECK_EXTENSION,
+            // Guest memory is protected while it is written to a snapshot.
+            UFFDIO_REGISTER,
+            UFFDIO_UNREGISTER,
+            UFFDIO_WAKE,
+            UFFDIO_WRITEPROTECT,
         ],
         ThreadKind::Api => {
             &[libc::FIONBIO, PAGEMAP_SCAN, KVM_IRQ_LINE, KVM_GET_CLOCK, KVM_SET_CLOCK]

@@ -301,6 +301,31 @@ fn only_the_migration_thread_may_write_snapshots() {
     }
 }
 
+#[test]
+fn only_the_migration_thread_may_copy_memory_in_use() {
+    let kinds = [
+        (ThreadKind::Migrate, 0),
+        (ThreadKind::Api, EXIT_CODE),
+        (ThreadKind::Device, EXIT_CODE),
+        (ThreadKind::Vcpu, EXIT_CODE),
+    ];
+    for (kind, expected) in kinds {
+        let filters = Filters::new(Switch::On).unwrap();
+        // A userfaultfd is that of one process.
+        let ram = std::cell::OnceCell::new();
+        let prepare = || {
+            let ram = ram.get_or_init(crate::snapshot::tests::ram);
+            ram.enable_background_saves().unwrap();
+        };
+        let file = tempfile::tempfile().unwrap();
+        let save = || {
+            let protected = ram.get().unwrap().prepare_background_save().unwrap().protect();
+            protected.unwrap().write(&file, 0, &mut |_| {}, &|| false).unwrap();
+        };
+        assert_eq!(in_child_with(&filters, kind, &prepare, &save), expected, "{kind:?}");
+    }
+}
+
 /// Sends from a thread of its own over a connected socket, as a migration does.
 fn send_over(socket: &std::os::unix::net::UnixStream) {
     let send = || {

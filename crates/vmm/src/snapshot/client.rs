@@ -147,14 +147,15 @@ impl Drop for NewSnapshot {
 /// Guest memory is confidential.
 const MODE: Mode = Mode::RUSR.union(Mode::WUSR);
 
+/// Open for reading, too: a monitor reads again what it has written before its turn.
 fn create_unnamed(directory: &OwnedFd) -> Result<File, Errno> {
-    let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::TMPFILE;
+    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::TMPFILE;
     rustix::fs::openat(directory, ".", flags, MODE).map(File::from)
 }
 
 fn create_temporary(directory: &OwnedFd, name: &OsStr) -> Result<(File, OsString), Errno> {
     let temporary = temporary_name(name)?;
-    let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::CREATE | OFlags::EXCL;
+    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::CREATE | OFlags::EXCL;
     let file = rustix::fs::openat(directory, &temporary, flags, MODE)?;
     Ok((file.into(), temporary))
 }

@@ -22,6 +22,7 @@ use super::limits::Throttled;
 use super::merge::Merging;
 use super::migration::description::capabilities;
 use super::net::NetDevice;
+use super::save::prepare_for_copies;
 use super::snapshot::capture_interrupts;
 use super::vsock::{VsockHandle, VsockSockets};
 use super::{Vm, VmError, fork};
@@ -209,6 +210,10 @@ pub(super) fn build(
     let ram = guest_ram(&config, &mut origin)?;
     register_memory(&vm_fd, &ram)?;
     let merging = Merging::start(&config.memory.merge, &ram, filters, exit);
+    let copies_stopped = match origin {
+        Origin::Fork(_) => Some("a forked process cannot protect its memory".to_owned()),
+        _ => prepare_for_copies(&config, &ram).err(),
+    };
 
     let mut assembly = Assembly {
         vm_fd: &vm_fd,
@@ -308,6 +313,7 @@ pub(super) fn build(
         vcpus,
         state: Mutex::new(state),
         migrations: Arc::default(),
+        copies_stopped,
         handed_over: Mutex::new(None),
         released_exclusive: AtomicBool::new(false),
         started: Instant::now(),

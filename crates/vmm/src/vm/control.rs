@@ -63,7 +63,10 @@ impl Machine for Vm {
                 Document::Balloon(self.balloon_info()?)
             }
             Operation::FreePages(request) => return self.free_pages(request),
-            Operation::Reclaim(request) => return self.reclaim(request),
+            Operation::Reclaim(request) => {
+                self.not_being_copied()?;
+                return self.reclaim(request);
+            }
             Operation::HintRun(run) => Document::HintRun(self.hint_run(run)?),
             Operation::Disks => Document::Disks(self.disks()),
             Operation::ResizeDisk(change) => {
@@ -187,6 +190,7 @@ impl Vm {
             VmState::Running | VmState::Paused => {}
             state => return Err(ControlError::not_running(state)),
         }
+        self.not_being_copied()?;
         self.trim_some().map_err(ControlError::failed)
     }
 

@@ -257,6 +257,8 @@ pub struct Vm {
     counters: Arc<ExitCounters>,
     state: Mutex<VmState>,
     migrations: Arc<Migrations>,
+    /// Why a snapshot stops the guest while its memory is copied; `None` if it need not.
+    copies_stopped: Option<String>,
     /// Inhibits discarding of memory that another monitor may use, after a migration with unknown
     /// outcome.
     handed_over: Mutex<Option<InhibitGuard>>,
@@ -438,6 +440,8 @@ impl Vm {
         match *state {
             VmState::Saving | VmState::Migrating => return Ok(Reset::Later),
             VmState::Stopping => return Ok(Reset::Done),
+            // Its memory could not be discarded.
+            _ if self.is_being_copied() => return Ok(Reset::Later),
             _ => {}
         }
         match self.exit.take_reboot(|| self.try_stop_all()) {

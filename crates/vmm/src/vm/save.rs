@@ -5,10 +5,15 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use ebb_guest_ram::{BackgroundSave, GuestRam, InhibitReason, PreparedSave, RamError};
+use rustix::fs::OFlags;
+
 use super::task::{TaskKind, Ticket};
 use super::{Vm, VmError, lock};
 use crate::api::control::ControlError;
-use crate::api::vm::{SnapshotReport, SnapshotTarget, VmState};
+use crate::api::merge::MergeBackend;
+use crate::api::vm::{CopiedWhile, SnapshotReport, SnapshotTarget, VmState};
+use crate::config::VmConfig;
 use crate::file::{Completion, write_back};
 use crate::isolation::{Companion, IsolationError, NO_DIRECTORY, NewFile};
 use crate::snapshot::file::{RAM_OFFSET_BYTES, Sizes, check_target, write_rest};
@@ -64,6 +69,19 @@ impl Save {
     pub(super) fn check(&self) -> Result<(), SnapshotError> {
         check_target(&self.path, &self.file)
     }
+
+    /// Whether what was written can be read again.
+    fn is_readable(&self) -> bool {
+        let flags = rustix::fs::fcntl_getfl(&self.file);
+        flags.is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDWR)
+    }
+}
+
+/// A machine as it was in a pause.
+struct Captured<'a> {
+    /// Without RAM if that is still to be copied.
+    state: MachineState,
+    ram: Option<BackgroundSave<'a>>,
 }
 
 /// Why no snapshot was written, or no checkpoint made.
@@ -78,7 +96,7 @@ pub(super) enum Failure {
 impl<E: Into<VmError>> From<E> for Failure {
     fn from(error: E) -> Self {
         match error.into() {
-            VmError::Ram(ebb_guest_ram::RamError::SaveCancelled) => Self::Cancelled,
+            VmError::Ram(RamError::SaveCancelled) => Self::Cancelled,
             VmError::Snapshot(problem @ SnapshotError::Target { .. }) => {
                 Self::Refused(ControlError::Invalid {
                     field: "path",
@@ -102,8 +120,8 @@ impl From<Failure> for ControlError {
 }
 
 impl Vm {
-    /// Writes the snapshot. A running machine is stopped while its memory is copied, and runs
-    /// while the copy is written back to the disk.
+    /// Writes the snapshot. A running machine is stopped while its state is read, and while its
+    /// memory is copied if that is not possible [in use](ebb_guest_ram::BackgroundSave).
     pub(super) fn write_snapshot(
         &self,
         save: Save,
@@ -116,6 +134,15 @@ impl Vm {
         let started = Instant::now();
         save.check()?;
         let (captured, paused) = self.stop_and_save(&save, ticket)?;
+        let (captured, copied) = match captured {
+            Captured { state, ram: None } => (state, CopiedWhile::Stopped),
+            Captured { mut state, ram: Some(ram) } => {
+                let is_cancelled = || ticket.is_cancelled();
+                let image = ram.write(&save.file, RAM_OFFSET_BYTES, &mut |_| {}, &is_cancelled)?;
+                state.ram = Some(image);
+                (state, CopiedWhile::Running)
+            }
+        };
         let failed = |source| SnapshotError::Write { path: save.path.clone(), source };
         write_rest(&save.file, &captured, self.ram.size_bytes()).map_err(failed)?;
         match write_back(&save.file, &|| ticket.is_cancelled()).map_err(failed)? {
@@ -133,22 +160,29 @@ impl Vm {
             ram_bytes: captured.ram.as_ref().map_or(0, ebb_guest_ram::RamImage::data_bytes),
             elapsed_ms: milliseconds(started.elapsed()),
             paused_ms: milliseconds(paused),
+            copied,
         })
     }
 
-    /// Copies memory and state. Returns how long a running machine was stopped.
+    /// Captures the state, and copies or protects memory. Returns how long a running machine was
+    /// stopped.
     fn stop_and_save(
         &self,
         save: &Save,
         ticket: &Ticket,
-    ) -> Result<(MachineState, Duration), Failure> {
-        self.while_stopped(|| self.save_all(save, ticket))
+    ) -> Result<(Captured<'_>, Duration), Failure> {
+        let prepared =
+            if self.state() == VmState::Running { self.prepare_copy(save) } else { None };
+        self.while_stopped(|| self.save_all(save, prepared, ticket))
     }
 
     /// Does `work` while the machine is stopped. Returns how long a running machine was.
     ///
     /// The lock of the state is not held meanwhile: [`VmState::Saving`] keeps others from stopping,
-    /// continuing or resetting the machine.
+    /// continuing or resetting the machine. From the protection of its memory on, all other threads
+    /// may wait for this one to copy it. So the rest of this function waits for none that could
+    /// write to memory: vCPUs only set their clocks, and no thread writes while it holds the
+    /// state's lock.
     pub(super) fn while_stopped<T>(
         &self,
         work: impl FnOnce() -> Result<T, Failure>,
@@ -194,15 +228,66 @@ impl Vm {
         Ok((saved?, paused))
     }
 
-    /// State of a stopped machine; copies its RAM to the file. RAM comes last: saving the devices
-    /// makes them finish what they have begun.
-    fn save_all(&self, save: &Save, ticket: &Ticket) -> Result<MachineState, Failure> {
+    /// Prepares memory for being copied while the guest runs; `None` if that is not possible.
+    fn prepare_copy(&self, save: &Save) -> Option<PreparedSave<'_>> {
+        let reason = if let Some(reason) = &self.copies_stopped {
+            reason.clone()
+        } else if !save.is_readable() {
+            "the file is not open for reading".to_owned()
+        } else {
+            match self.ram.prepare_background_save() {
+                Ok(prepared) => return Some(prepared),
+                Err(reason) => reason.to_string(),
+            }
+        };
+        tracing::debug!("the guest is stopped while its memory is copied: {reason}");
+        None
+    }
+
+    /// State of a stopped machine; copies its RAM to the file, or protects it as `prepared`. RAM
+    /// comes last: saving the devices makes them finish what they have begun.
+    fn save_all<'a>(
+        &'a self,
+        save: &Save,
+        prepared: Option<PreparedSave<'a>>,
+        ticket: &Ticket,
+    ) -> Result<Captured<'a>, Failure> {
         let mut state = self.capture()?;
+        match prepared.map(PreparedSave::protect) {
+            Some(Ok(ram)) => return Ok(Captured { state, ram: Some(ram) }),
+            Some(Err(error)) => tracing::debug!("memory is copied in the pause: {error}"),
+            None => {}
+        }
         let is_cancelled = || ticket.is_cancelled();
         let ram = self.ram.save_unless(&save.file, RAM_OFFSET_BYTES, &mut |_| {}, &is_cancelled)?;
         state.ram = Some(ram);
-        Ok(state)
+        Ok(Captured { state, ram: None })
     }
+
+    /// Whether memory is being copied for a snapshot while the guest runs, which keeps all pages.
+    pub(super) fn is_being_copied(&self) -> bool {
+        self.ram.inhibit_reasons().contains(&InhibitReason::BackgroundSnapshot)
+    }
+
+    /// Refuses what has no effect while memory is being copied.
+    pub(super) fn not_being_copied(&self) -> Result<(), ControlError> {
+        if self.is_being_copied() { Err(ControlError::being_saved()) } else { Ok(()) }
+    }
+}
+
+/// Prepares the monitor for copying memory while the guest runs, as long as it can open files.
+///
+/// # Errors
+/// Why that is not possible.
+pub(super) fn prepare_for_copies(config: &VmConfig, ram: &GuestRam) -> Result<(), String> {
+    if config.api.is_none() {
+        return Err("no API".to_owned());
+    }
+    // Linux does not keep the protection of a page that it merges (mm/ksm.c, `replace_page`).
+    if config.memory.merge.backend != MergeBackend::Off {
+        return Err("pages of the machine may be merged".to_owned());
+    }
+    ram.enable_background_saves().map_err(|error| error.to_string())
 }
 
 fn ended() -> Failure {

@@ -417,6 +417,7 @@ impl TestVm {
             ram_bytes: 99 << 20,
             elapsed_ms: 700,
             paused_ms: 600,
+            copied: CopiedWhile::Running,
         })
     }
 
