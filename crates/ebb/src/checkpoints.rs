@@ -183,7 +183,7 @@ fn table(listed: &[Listed]) -> String {
         let age = created.elapsed().unwrap_or_default().as_secs();
         lines.push([
             ebb_program::printable(&info.name),
-            info.parent.as_deref().map_or("-".to_owned(), |parent| ebb_program::printable(parent)),
+            info.parent.as_deref().map_or("-".to_owned(), ebb_program::printable),
             format!("{age} s"),
             size(info.memory_bytes),
             alone_bytes.map_or("?".to_owned(), size),

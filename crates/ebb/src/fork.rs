@@ -108,9 +108,8 @@ struct Made {
 }
 
 /// Runs the command.
-pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let options =
-        (0..args.n).map(|number| options(&args, number)).collect::<Result<Vec<_>, _>>()?;
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let options = (0..args.n).map(|number| options(args, number)).collect::<Result<Vec<_>, _>>()?;
     let started = Instant::now();
     let (held, paused_us) = open(&args.source)?;
     let (info, _) = held.info()?;
@@ -121,7 +120,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut machines = Vec::with_capacity(options.len());
     let mut failed = None;
     for (number, options) in options.into_iter().enumerate() {
-        let log = Log::open(&args, number)?;
+        let log = Log::open(args, number)?;
         let begun = Instant::now();
         match held.fork(&options, log.writer()) {
             Ok(forked) => machines.push(Made {

@@ -103,7 +103,7 @@ pub fn main() -> ExitCode {
             Command::Restore(args) => restore::run(*args),
             Command::Migrate(args) => migrate::run(*args),
             Command::Receive(args) => receive::run(*args),
-            Command::Fork(args) => fork::run(*args),
+            Command::Fork(args) => fork::run(&args),
             Command::Checkpoints(args) => checkpoints::run(args),
             Command::Snapshot(args) => snapshot::run(args),
             Command::Ctl(args) => ctl::run(args),

@@ -32,17 +32,18 @@ pub use crate::isolation::{
     fuzz_companion_replies as companion_replies, fuzz_companion_requests as companion_requests,
 };
 pub use crate::mmds::fuzz_frames as mmds_frames;
-pub use crate::vm::fuzz_descriptors as api_descriptors;
+pub use crate::vm::{fuzz_descriptors as api_descriptors, fuzz_fork_requests as fork_requests};
 
 /// A fuzz target by name.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 10] = [
+pub const TARGETS: [Target; 11] = [
     ("api_descriptors", api_descriptors),
     ("companion_replies", companion_replies),
     ("companion_requests", companion_requests),
     ("firecracker_request", firecracker_request),
+    ("fork_requests", fork_requests),
     ("mmds_frames", mmds_frames),
     ("net_chains", net_chains),
     ("option_texts", option_texts),

@@ -40,6 +40,7 @@ mod fuzz_targets {
     pub mod exec_archive;
     pub mod exec_frames;
     pub mod firecracker_request;
+    pub mod fork_requests;
     pub mod kernel_image;
     pub mod migration_garbage;
     pub mod migration_receiver;
@@ -73,7 +74,7 @@ macro_rules! targets {
 type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-const TARGETS: [Target; 39] = targets![
+const TARGETS: [Target; 40] = targets![
     api_descriptors,
     api_request,
     balloon_config,
@@ -93,6 +94,7 @@ const TARGETS: [Target; 39] = targets![
     exec_archive,
     exec_frames,
     firecracker_request,
+    fork_requests,
     kernel_image,
     migration_garbage,
     migration_receiver,

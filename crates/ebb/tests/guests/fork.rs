@@ -315,7 +315,9 @@ fn what_each_has_alone(scene: &Scene) {
         let folder = cgroups.join(number.to_string());
         let socket = scene.path(&format!("vsock{number}"));
         eventually("socket and cgroup are removed", 20, || {
-            when(!folder.exists() && !socket.exists(), || format!("{folder:?} {socket:?}"))
+            when(!folder.exists() && !socket.exists(), || {
+                format!("{} {}", folder.display(), socket.display())
+            })
         });
     }
     fs::remove_dir(&cgroups).unwrap();
@@ -368,7 +370,7 @@ fn kills(scene: &Scene) {
     let early = fork(scene, &name, "early", 1, &[]);
     kill_process(Pid::from_raw(parent.pid().cast_signed()).unwrap(), Signal::KILL).unwrap();
     drop(parent);
-    assert!(!Client::new(&socket, Duration::from_secs(1)).request("GET", "/vm", "").is_ok());
+    assert!(Client::new(&socket, Duration::from_secs(1)).request("GET", "/vm", "").is_err());
     let late = fork(scene, &name, "late", 1, &[]);
     for fork in early.iter().chain(&late) {
         assert_eq!(fork.guest.wrong_pages(), 0);

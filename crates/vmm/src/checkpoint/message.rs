@@ -106,7 +106,7 @@ pub(crate) struct DiskRequest {
 }
 
 impl DiskRequest {
-    pub(super) fn of(config: &DiskConfig) -> Self {
+    pub(crate) fn of(config: &DiskConfig) -> Self {
         Self { config: config.clone(), direct: config.direct, limits: config.limits }
     }
 
@@ -125,7 +125,7 @@ pub(crate) struct NetRequest {
 }
 
 impl NetRequest {
-    pub(super) fn of(config: &NetConfig) -> Self {
+    pub(crate) fn of(config: &NetConfig) -> Self {
         let (receive_limits, transmit_limits) = (config.receive_limits, config.transmit_limits);
         Self { config: config.clone(), receive_limits, transmit_limits }
     }

@@ -13,6 +13,8 @@ mod message;
 
 pub use client::{CheckpointError, ForkOptions, Forked, Held, keep};
 pub use message::CheckpointInfo;
+#[cfg(test)]
+pub(crate) use message::SocketRequest;
 pub(crate) use message::{
     Answer, DiskRequest, Files, ForkRequest, NetRequest, Request, Stage, Start,
 };

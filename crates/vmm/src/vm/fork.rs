@@ -8,6 +8,8 @@
 //! (Linux virt/kvm/kvm_main.c, `kvm_vm_ioctl`), so each machine gets a new one with the saved state.
 
 mod clone;
+#[cfg(any(test, feature = "testing"))]
+mod fuzzing;
 mod holder;
 
 use std::fs::File;
@@ -24,6 +26,8 @@ use super::{Vm, VmError, lock};
 use crate::api::control::{ControlError, Document, Outcome};
 use crate::api::vm::{CheckpointReport, CheckpointTarget, VmState};
 use crate::cpu::Vcpu;
+#[cfg(any(test, feature = "testing"))]
+pub use fuzzing::fuzz_fork_requests;
 use holder::Template;
 
 /// Longest name of a checkpoint in bytes.
@@ -156,6 +160,15 @@ fn wrong_socket() -> ControlError {
     }
 }
 
+/// The checks of a request, without a machine.
+#[cfg(any(test, feature = "testing"))]
+pub(super) fn check_request(
+    target: CheckpointTarget,
+    descriptors: Vec<OwnedFd>,
+) -> Result<(), ControlError> {
+    Order::new(target, descriptors)?.check()
+}
+
 impl Vm {
     /// Has a checkpoint made.
     pub(super) fn ask_checkpoint(
@@ -243,3 +256,6 @@ fn put_in_place(file: BorrowedFd<'_>, number: RawFd) -> io::Result<()> {
         _ => Ok(()),
     }
 }
+
+#[cfg(test)]
+mod tests;

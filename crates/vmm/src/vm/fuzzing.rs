@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use super::fork::check_request;
 use super::migration::request::Order;
 use super::save::Save;
 use crate::api::control::{ControlError, Document, Machine, Operation, Outcome};
@@ -26,6 +27,10 @@ impl Machine for Checks {
             Operation::Migrate(request) => {
                 let order = Order::new(*request, descriptors)?;
                 assert_eq!(order.sockets.len(), 1 + usize::from(order.request.streams));
+                Ok(Document::OpenApi.into())
+            }
+            Operation::Checkpoint(target) => {
+                check_request(target, descriptors)?;
                 Ok(Document::OpenApi.into())
             }
             _ => {

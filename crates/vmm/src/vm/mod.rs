@@ -78,6 +78,8 @@ pub use event_loop::signals::Signals;
 pub use event_loop::{ChangedDisks, Start, restore, run};
 pub(crate) use event_loop::{Front, boot_behind, restore_behind};
 #[cfg(any(test, feature = "testing"))]
+pub use fork::fuzz_fork_requests;
+#[cfg(any(test, feature = "testing"))]
 pub use fuzzing::fuzz_descriptors;
 pub use migration::destination::{ReceiveConfig, receive};
 

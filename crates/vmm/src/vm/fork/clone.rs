@@ -30,9 +30,13 @@ use crate::vm::vsock::VsockSockets;
 use crate::vm::{Signals, VmError};
 
 /// Descriptors in the order of a request's fields.
-struct Descriptors(std::vec::IntoIter<OwnedFd>);
+pub(super) struct Descriptors(std::vec::IntoIter<OwnedFd>);
 
 impl Descriptors {
+    pub(super) fn new(descriptors: Vec<OwnedFd>) -> Self {
+        Self(descriptors.into_iter())
+    }
+
     fn next(&mut self) -> Result<OwnedFd, VmError> {
         self.0.next().ok_or_else(|| failed("too few descriptors came with the request"))
     }
@@ -45,7 +49,7 @@ fn failed(problem: &str) -> VmError {
 impl Template<'_> {
     /// Becomes the monitor of a machine, and ends with it.
     pub(super) fn become_machine(&mut self, request: ForkRequest, descriptors: Vec<OwnedFd>) -> ! {
-        let mut descriptors = Descriptors(descriptors.into_iter());
+        let mut descriptors = Descriptors::new(descriptors);
         let code = match descriptors.next() {
             Ok(status) => self.run_machine(request, descriptors, &status),
             Err(_nobody_to_tell) => 1,
@@ -201,15 +205,15 @@ fn wait_for_client(status: &OwnedFd) {
 const CLIENT_PATIENCE: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
 
 /// What the machine has for itself.
-struct Own {
-    config: VmConfig,
-    resources: Resources,
+pub(super) struct Own {
+    pub config: VmConfig,
+    pub resources: Resources,
     companion: Option<Companion>,
-    api: Option<(OwnedFd, KeptName)>,
+    pub api: Option<(OwnedFd, KeptName)>,
 }
 
 impl Own {
-    fn receive(
+    pub(super) fn receive(
         request: ForkRequest,
         descriptors: &mut Descriptors,
         template: &VmConfig,

@@ -3,7 +3,7 @@
 
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd, RawFd};
+use std::os::fd::{AsFd as _, AsRawFd, OwnedFd, RawFd};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -91,9 +91,10 @@ impl<'a> Template<'a> {
         rustix::process::setsid()?;
         let _ = rustix::thread::set_name(c"ebb-checkpoint");
         let mut none = MaybeUninit::<libc::sigset_t>::uninit();
-        // SAFETY: the set is initialized by the first call and read by the second.
+        // SAFETY: initializes the set.
+        unsafe { libc::sigemptyset(none.as_mut_ptr()) };
+        // SAFETY: reads the set, which is initialized.
         unsafe {
-            libc::sigemptyset(none.as_mut_ptr());
             libc::pthread_sigmask(libc::SIG_SETMASK, none.as_ptr(), std::ptr::null_mut());
         }
         Ok(())
@@ -146,9 +147,8 @@ impl<'a> Template<'a> {
 
     /// Carries out a client's request.
     fn answer(&mut self, client: &OwnedFd) -> Next {
-        let (request, descriptors) = match packet::receive::<Request>(client) {
-            Ok(Some(received)) => received,
-            Ok(None) | Err(_) => return Next::NoClient,
+        let Ok(Some((request, descriptors))) = packet::receive::<Request>(client) else {
+            return Next::NoClient;
         };
         let (answer, next) = match request {
             Request::Info => (Answer::Info(self.info.clone()), Next::Client),
@@ -166,7 +166,7 @@ impl<'a> Template<'a> {
         match unsafe { fork() } {
             Ok(Side::New) => {
                 let mut keep = self.descriptors();
-                keep.extend(descriptors.iter().map(|fd| fd.as_raw_fd()));
+                keep.extend(descriptors.iter().map(AsRawFd::as_raw_fd));
                 close_others(&keep);
                 self.become_machine(request, descriptors)
             }

@@ -1,0 +1,136 @@
+use std::fs::File;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::net::UnixStream;
+
+use super::clone::{Descriptors, Own};
+use super::*;
+use crate::checkpoint::{DiskRequest, ForkRequest, NetRequest, SocketRequest};
+use crate::config::{DiskConfig, NetConfig, VmConfig, VsockConfig};
+
+fn disk(text: &str) -> DiskConfig {
+    text.parse().unwrap()
+}
+
+fn template() -> VmConfig {
+    let mut template = fuzzing::small_machine().unwrap();
+    template.disks = vec![disk("path=/a"), disk("path=/b,readonly=on"), disk("path=/c")];
+    template.nets = vec!["fd=3".parse::<NetConfig>().unwrap()];
+    template.vsock = Some(VsockConfig { cid: 7, path: "/vsock".into() });
+    template
+}
+
+fn request() -> ForkRequest {
+    let net: NetConfig = "fd=9,mac=02:00:00:00:00:05,rx_ops=7".parse().unwrap();
+    let disks = ["path=/1,ops=3", "path=/2,readonly=on", "path=/3,overlay=/4"].map(disk);
+    let socket = |path: &str, kept| Some(SocketRequest { path: path.into(), kept });
+    ForkRequest {
+        companion: true,
+        api: socket("/run/api", 0),
+        vsock: socket("/run/vsock", 1),
+        disks: disks.iter().map(DiskRequest::of).collect(),
+        nets: vec![NetRequest::of(&net)],
+        ..ForkRequest::default()
+    }
+}
+
+/// Companion, API, two for the socket device, five files of disks, and a stream.
+fn descriptors() -> Vec<OwnedFd> {
+    let socket = || OwnedFd::from(UnixStream::pair().unwrap().0);
+    let (stream, peer) = UnixStream::pair().unwrap();
+    // It must stay connected.
+    std::mem::forget(peer);
+    let sockets = (0..4).map(|_| socket());
+    let files = (0..6).map(|_| OwnedFd::from(tempfile::tempfile().unwrap()));
+    sockets.chain(files).chain([OwnedFd::from(stream)]).collect()
+}
+
+#[test]
+fn a_machine_gets_its_descriptors_in_the_order_of_the_request() {
+    let inode = |file: &OwnedFd| rustix::fs::fstat(file).unwrap().st_ino;
+    let descriptors = descriptors();
+    let inodes: Vec<_> = descriptors.iter().map(inode).collect();
+    // As it arrives.
+    let text = serde_json::to_string(&request()).unwrap();
+    let request: ForkRequest = serde_json::from_str(&text).unwrap();
+    let own = Own::receive(request, &mut Descriptors::new(descriptors), &template()).unwrap();
+    let (config, resources) = (own.config, own.resources);
+    let found = |file: Option<&File>| file.map(|file| file.metadata().unwrap().ino());
+    let disks: Vec<_> = resources
+        .disks
+        .iter()
+        .flat_map(|disk| [Some(&disk.top), disk.writeback.as_ref(), disk.base.as_ref()])
+        .map(found)
+        .collect();
+    let some = |index: usize| Some(inodes[index]);
+    let expected = [some(4), some(5), None, some(6), None, None, some(7), some(8), some(9)];
+    assert_eq!(disks, expected);
+    assert_eq!(resources.nets[0].descriptor().map(|fd| inode(&fd)), some(10));
+    let vsock = resources.vsock.unwrap();
+    assert_eq!((inode(&vsock.listener), vsock.name.index()), (inodes[2], 1));
+    assert_eq!((config.vsock.unwrap().cid, config.api), (7, Some("/run/api".into())));
+    // What the descriptions of devices leave out.
+    assert_eq!(config.disks[0].limits.ops, Some(3));
+    assert_eq!(config.nets[0].receive_limits.ops, Some(7));
+    let (listener, name) = own.api.unwrap();
+    assert_eq!((inode(&listener), name.index()), (inodes[1], 0));
+}
+
+#[test]
+fn requests_for_another_machine_are_refused() {
+    let refused = |change: &dyn Fn(&mut ForkRequest), count: usize| {
+        let mut request = request();
+        change(&mut request);
+        let files = descriptors().into_iter().take(count).collect();
+        let own = Own::receive(request, &mut Descriptors::new(files), &template());
+        own.err().expect("a refusal").to_string()
+    };
+    for count in 0..10 {
+        let text = refused(&|_| {}, count);
+        assert!(text.contains("too few descriptors"), "{count}: {text}");
+    }
+    let without_companion = refused(&|request| request.companion = false, 11);
+    assert!(without_companion.contains("without a companion"), "{without_companion}");
+    // Without its network device, so that no descriptor is of the wrong kind.
+    let other = |change: &dyn Fn(&mut ForkRequest)| {
+        let change = |request: &mut ForkRequest| {
+            request.nets.clear();
+            change(request);
+        };
+        refused(&change, 11)
+    };
+    assert!(other(&|_| {}).contains("network interfaces"));
+    assert!(other(&|request| request.vsock = None).contains("--vsock"));
+    assert!(other(&|request| drop(request.disks.pop())).contains("--disk"));
+    // A file takes the place of the stream.
+    let mut files = descriptors();
+    let last = files.len() - 1;
+    files[last] = tempfile::tempfile().unwrap().into();
+    let own = Own::receive(request(), &mut Descriptors::new(files), &template());
+    assert!(own.err().unwrap().to_string().contains("no tap interface"));
+}
+
+#[test]
+fn only_these_descriptors_stay_open() {
+    let (keep, close): (Vec<_>, Vec<_>) = (0..9)
+        .map(|_| tempfile::tempfile().unwrap())
+        .partition(|file| file.as_raw_fd().rem_euclid(2) == 0);
+    let keep: Vec<_> = keep.iter().map(AsRawFd::as_raw_fd).collect();
+    let is_open = |fd: RawFd| {
+        // SAFETY: asks for the flags of a number, which need not be a descriptor.
+        unsafe { libc::fcntl(fd, libc::F_GETFD) != -1 }
+    };
+    // SAFETY: the new process makes system calls only, and ends.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        close_others(&keep);
+        let kept = keep.iter().all(|&fd| is_open(fd));
+        let closed = close.iter().all(|file| !is_open(file.as_raw_fd()));
+        // SAFETY: ends the process without running any more of its code.
+        unsafe { libc::_exit(i32::from(!(kept && closed && is_open(2)))) };
+    }
+    let mut status = 1;
+    // SAFETY: waits for the child, and `status` is valid for the result.
+    let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!((waited, status), (child, 0));
+}
