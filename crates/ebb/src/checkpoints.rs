@@ -15,7 +15,7 @@ use serde::Serialize;
 const AFTER_HELP: &str = "\
 ALONE is memory that a checkpoint's process shares with no other process: what would be free without
 it. It grows while the machine that it was made of, and those that were made from it, change their
-memory. Only root, and the user who has made a checkpoint, learn it.
+memory. Only root learns it.
 
 Checkpoints end when they are removed, with the host, and when a process is killed; machines that
 were made from them go on.

@@ -74,7 +74,7 @@ pub struct Args {
     /// Files that the logs of the machines' monitors are appended to [default: what they say until
     /// they run goes to standard error]
     #[arg(long, value_name = "PATTERN")]
-    log: Option<String>,
+    log_file: Option<String>,
     /// Stay paused until `ebb ctl SOCKET resume`
     #[arg(long, requires = "api")]
     paused: bool,
@@ -161,13 +161,13 @@ enum Log {
 
 impl Log {
     fn open(args: &Args, number: usize) -> anyhow::Result<Self> {
-        let Some(pattern) = &args.log else {
+        let Some(pattern) = &args.log_file else {
             let (reader, writer) = io::pipe().context("cannot create a pipe")?;
             return Ok(Self::Pipe(reader, writer));
         };
         let path = pattern.replace(NUMBER, &number.to_string());
         let file = File::options().create(true).append(true).open(&path);
-        file.map(Self::File).with_context(|| format!("--log: cannot open {path}"))
+        file.map(Self::File).with_context(|| format!("--log-file: cannot open {path}"))
     }
 
     fn writer(&self) -> BorrowedFd<'_> {
