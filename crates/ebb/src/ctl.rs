@@ -57,8 +57,8 @@ pub struct Args {
     /// Print one JSON document instead of a table
     #[arg(long, global = true)]
     json: bool,
-    /// Time limit for the monitor's answer [default: 5; 600 for snapshot, checkpoint and merge; 5 more than the
-    /// guest's for free-pages, reclaim and park]
+    /// Time limit for the monitor's answer [default: 5; 600 for snapshot, checkpoint and merge; 5
+    /// more than the guest's for free-pages, reclaim and park]
     #[arg(
         long,
         global = true,
@@ -96,8 +96,8 @@ enum Command {
         #[arg(value_name = "FILE")]
         file: PathBuf,
     },
-    /// Keep the machine in memory for `ebb fork`, or write it to a file; a running guest stands still
-    /// for milliseconds
+    /// Keep the machine in memory for `ebb fork`, or write it to a file; a running guest stands
+    /// still for milliseconds
     Checkpoint {
         /// A name of letters, digits, `.`, `_` and `-`: kept in memory until `ebb checkpoints
         /// remove NAME`. A path with a slash: a file, as `snapshot` writes it

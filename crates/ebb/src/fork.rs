@@ -67,8 +67,8 @@ pub struct Args {
     /// A network device; give all of them in order
     #[arg(long, value_name = NET_FORM)]
     net: Vec<String>,
-    /// Cgroups (version 2), which are created if necessary; pages that a machine shares stay charged
-    /// to the one that has written them
+    /// Cgroups (version 2), which are created if necessary; pages that a machine shares stay
+    /// charged to the one that has written them
     #[arg(long, value_name = CGROUP_FORM)]
     cgroup: Option<String>,
     /// Files that the logs of the machines' monitors are appended to [default: what they say until
@@ -90,7 +90,8 @@ pub struct Args {
 /// What was made.
 #[derive(Debug, Serialize)]
 struct Report {
-    /// How long a running machine stood still, in microseconds; `None` for a checkpoint that exists.
+    /// How long a running machine stood still, in microseconds; `None` for a checkpoint that
+    /// exists.
     paused_us: Option<u64>,
     /// Duration, in milliseconds.
     elapsed_ms: u64,
@@ -194,8 +195,8 @@ impl Log {
 /// Most of a monitor's log that is shown.
 const MOST_LOG_BYTES: u64 = 64 << 10;
 
-/// What a machine takes at least that has not run yet: pages of the monitor, of its companion and of
-/// KVM, and page tables.
+/// What a machine takes at least that has not run yet: pages of the monitor, of its companion and
+/// of KVM, and page tables.
 const LEAST_BYTES: u64 = 2 << 20;
 
 /// Refuses more machines than the host has room for when none of them has run.

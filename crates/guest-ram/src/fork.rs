@@ -1,9 +1,9 @@
 //! Guest memory in a process that is about to be forked (fork(2)), and in the new one.
 //!
-//! The new process has the same memory at the same addresses, copied when one side writes to it, and
-//! the same [`GuestRam`]. Two things do not come with it: the locks that other threads held, which
-//! [`GuestRam::hold_still`] takes first, and files of /proc that describe the old process, which
-//! [`GuestRam::process_files`] lists.
+//! The new process has the same memory at the same addresses, copied when one side writes to it,
+//! and the same [`GuestRam`]. Two things do not come with it: the locks that other threads held,
+//! which [`GuestRam::hold_still`] takes first, and files of /proc that describe the old process,
+//! which [`GuestRam::process_files`] lists.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd as _, RawFd};

@@ -183,8 +183,8 @@ fn random(guest: &Guest) -> String {
     guest.run(Command::Exec { argv })["stdout"].as_str().unwrap().trim().to_owned()
 }
 
-/// The guest's memory changes everywhere while it is forked, and each page is checked in the parent,
-/// in its forks and in theirs. Freed memory goes back in each of them alone.
+/// The guest's memory changes everywhere while it is forked, and each page is checked in the
+/// parent, in its forks and in theirs. Freed memory goes back in each of them alone.
 fn memory_is_copied_on_write(scene: &Scene) {
     let parent =
         Setup::new(scene).balloon("reporting=on").args(["--cpus", "2", "--forkable"]).start();

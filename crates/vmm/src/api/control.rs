@@ -68,8 +68,8 @@ pub enum Operation {
     /// its memory is copied if it cannot run meanwhile. After any error the machine is as before. A
     /// client that hangs up cancels it.
     Snapshot(SnapshotTarget),
-    /// `PUT /vm/checkpoint`: keeps the machine in memory, in a process that serves the socket which is
-    /// the one descriptor of the request. A running machine stands still for the state of its
+    /// `PUT /vm/checkpoint`: keeps the machine in memory, in a process that serves the socket which
+    /// is the one descriptor of the request. A running machine stands still for the state of its
     /// vCPUs and devices, and while its memory is made copy-on-write.
     Checkpoint(CheckpointTarget),
     /// `PUT /vm/migrate`: starts a migration to another monitor, and returns at once.

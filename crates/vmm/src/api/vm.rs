@@ -143,14 +143,14 @@ impl TrimReport {
     }
 }
 
-/// `PUT /vm/checkpoint`: what comes with the request. Its one file descriptor (`SCM_RIGHTS`, with the
-/// first bytes) is a unix socket that the checkpoint's process serves: a listening stream socket,
-/// or a connected packet socket, with whose end the checkpoint ends. `ebb ctl` and `ebb fork` send
-/// both.
+/// `PUT /vm/checkpoint`: what comes with the request. Its one file descriptor (`SCM_RIGHTS`, with
+/// the first bytes) is a unix socket that the checkpoint's process serves: a listening stream
+/// socket, or a connected packet socket, with whose end the checkpoint ends. `ebb ctl` and `ebb
+/// fork` send both.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CheckpointTarget {
-    /// Name of the checkpoint, which it reports to its clients: at most 64 letters, digits, `.`, `_`
-    /// and `-`.
+    /// Name of the checkpoint, which it reports to its clients: at most 64 letters, digits, `.`,
+    /// `_` and `-`.
     pub name: String,
 }
 

@@ -299,6 +299,7 @@ impl Held {
 /// Helps a new monitor until its machine runs.
 fn follow(status: &OwnedFd, companion: Option<&Companion>) -> Result<Pid, CheckpointError> {
     let failed = |problem: &str| CheckpointError::Failed(problem.to_owned());
+    let mut is_born = false;
     loop {
         let packet = packet::receive_packet::<Stage>(status).map_err(|error| {
             CheckpointError::Failed(format!("its monitor does not answer: {error}"))
@@ -306,7 +307,9 @@ fn follow(status: &OwnedFd, companion: Option<&Companion>) -> Result<Pid, Checkp
         let packet = packet.ok_or_else(|| failed("its monitor has ended"))?;
         let pid = packet.sender.ok_or_else(|| failed("its process is unknown"))?;
         match packet.message {
+            Stage::Born { .. } if is_born => return Err(failed("its monitor is confused")),
             Stage::Born { files } => {
+                is_born = true;
                 let files = own_files(pid, &files)?;
                 let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
                 packet::send(status, &Files {}, &files).map_err(host("answer the monitor"))?;

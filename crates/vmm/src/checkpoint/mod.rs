@@ -1,5 +1,5 @@
-//! Checkpoints that are kept in memory, and machines that are forked from them, as their clients see
-//! them.
+//! Checkpoints that are kept in memory, and machines that are forked from them, as their clients
+//! see them.
 //!
 //! A checkpoint is a process that a monitor has forked while its machine stood still. It has the
 //! machine's memory, shared with the monitor until one of them writes to a page, and the state of

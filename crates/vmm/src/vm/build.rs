@@ -149,8 +149,8 @@ impl Origin {
     }
 }
 
-/// Checks a configuration for contradictions, and makes its paths absolute: later the monitor has no
-/// working directory.
+/// Checks a configuration for contradictions, and makes its paths absolute: later the monitor has
+/// no working directory.
 pub(super) fn prepare(config: &mut VmConfig) -> Result<(), VmError> {
     config.validate()?;
     config.make_paths_absolute().map_err(VmError::host("find its working directory"))

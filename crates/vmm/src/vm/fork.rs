@@ -3,9 +3,10 @@
 //!
 //! A forked process has only the thread that forked, and every lock in the state of that moment. So
 //! the thread takes the locks that the new process will need first, and the new process uses
-//! nothing else of the old one's [`Vm`]: its memory, the files of its kernel, and its configuration.
-//! The rest is never dropped there. KVM serves only the process that has created a virtual machine
-//! (Linux virt/kvm/kvm_main.c, `kvm_vm_ioctl`), so each machine gets a new one with the saved state.
+//! nothing else of the old one's [`Vm`]: its memory, the files of its kernel, and its
+//! configuration. The rest is never dropped there. KVM serves only the process that has created a
+//! virtual machine (Linux virt/kvm/kvm_main.c, `kvm_vm_ioctl`), so each machine gets a new one with
+//! the saved state.
 
 mod clone;
 #[cfg(any(test, feature = "testing"))]

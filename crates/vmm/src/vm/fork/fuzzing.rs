@@ -129,7 +129,11 @@ fn document(input: &mut Input<'_>, template: &VmConfig) -> Value {
     };
     let disks: Vec<_> = (0..number(input, template.disks.len())).map(|_| disk(input)).collect();
     let net = json!({
-        "config": { "backend": { "descriptor": 5 }, "mac": null, "mtu": input.rarely().then_some(9000) },
+        "config": {
+            "backend": { "descriptor": 5 },
+            "mac": null,
+            "mtu": input.rarely().then_some(9000),
+        },
         "receive_limits": limits,
         "transmit_limits": {},
     });
