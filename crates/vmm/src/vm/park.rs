@@ -329,7 +329,7 @@ impl Pulse<'_> {
         let (mut last, mut now) = (*first, *first);
         let mut unchanged = 0;
         loop {
-            match pulse::next(first, &last, &now, self.target_bytes, keep_bytes) {
+            match pulse::next(first, &last, &now, self.target_bytes, keep_bytes, unchanged) {
                 Next::Inflate(bytes) => {
                     let target_bytes = bytes.min(self.vm.ram.size_bytes());
                     if target_bytes <= self.target_bytes {

@@ -9,6 +9,9 @@ const NOISE_BYTES: u64 = 16 << 20;
 /// Page faults with I/O during a pulse that count as a need: with Linux's fault-around, each reads
 /// at least 16 pages, so this is 8 MiB of programs.
 const MAX_MAJOR_FAULTS: u64 = 128;
+/// Looks without progress after which memory on its way is not about to arrive. While it is, little
+/// is available to the guest for a moment, though its programs take nothing.
+const STARVED_LOOKS: u32 = 5;
 
 /// The guest at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,6 +41,7 @@ pub(super) enum Next {
 
 /// Decides about a pulse that began at `first`, when its last statistics were `last` and are `now`.
 /// `target_bytes` is the balloon's current target, and `keep_bytes` stay available to the guest.
+/// There was [no progress](has_progressed) in the last `unchanged_looks`.
 ///
 /// The guest is not trusted: whatever it reports, the result is one of the above, and the target
 /// never grows beyond its own claim of what is available.
@@ -47,6 +51,7 @@ pub(super) fn next(
     now: &Sample,
     target_bytes: u64,
     keep_bytes: u64,
+    unchanged_looks: u32,
 ) -> Next {
     let (Some(at_first), Some(available)) =
         (first.statistics.available_memory_bytes, now.statistics.available_memory_bytes)
@@ -62,7 +67,8 @@ pub(super) fn next(
     if used > NOISE_BYTES.max(keep_bytes / 2) {
         return Next::Needed("its programs allocate memory");
     }
-    if available < keep_bytes / 2 && now.on_the_way_bytes > 0 {
+    let is_stuck = unchanged_looks >= STARVED_LOOKS;
+    if available < keep_bytes / 2 && now.on_the_way_bytes > 0 && is_stuck {
         return Next::Needed("its programs take what it keeps");
     }
     if now.balloon_bytes < target_bytes && now.on_the_way_bytes > 0 {

@@ -21,21 +21,21 @@ fn sample(available_mib: u64, balloon_mib: u64) -> Sample {
 #[test]
 fn a_pulse_takes_all_but_what_the_guest_keeps() {
     let first = sample(800, 100);
-    assert_eq!(next(&first, &first, &first, 100 * MIB, KEEP), Next::Inflate(868 * MIB));
+    assert_eq!(next(&first, &first, &first, 100 * MIB, KEEP, 0), Next::Inflate(868 * MIB));
     // Under way, and then at the target with more than was expected.
     let now = sample(500, 400);
-    assert_eq!(next(&first, &first, &now, 868 * MIB, KEEP), Next::Wait);
+    assert_eq!(next(&first, &first, &now, 868 * MIB, KEEP, 0), Next::Wait);
     let now = sample(72, 868);
-    assert_eq!(next(&first, &first, &now, 868 * MIB, KEEP), Next::Inflate(908 * MIB));
+    assert_eq!(next(&first, &first, &now, 868 * MIB, KEEP, 0), Next::Inflate(908 * MIB));
     let now = sample(36, 904);
-    assert_eq!(next(&first, &first, &now, 908 * MIB, KEEP), Next::Done);
+    assert_eq!(next(&first, &first, &now, 908 * MIB, KEEP, 0), Next::Done);
 }
 
 #[test]
 fn a_guest_that_needs_its_memory_ends_the_pulse() {
     let first = sample(800, 0);
     let halfway = sample(400, 400);
-    let decide = |now: &Sample| next(&first, &halfway, now, 768 * MIB, KEEP);
+    let decide = |now: &Sample| next(&first, &halfway, now, 768 * MIB, KEEP, 0);
     assert_eq!(decide(&halfway), Next::Wait);
     let with = |change: &dyn Fn(&mut StatisticsValues)| {
         let mut now = halfway;
@@ -49,8 +49,13 @@ fn a_guest_that_needs_its_memory_ends_the_pulse() {
     // All is taken from the guest, but has not arrived: giving it back now would discard nothing.
     let on_the_way = Sample { on_the_way_bytes: 368 * MIB, ..sample(32, 400) };
     assert_eq!(decide(&on_the_way), Next::Wait);
+    // Less than it keeps is available: for a moment, or because its programs take it.
+    let on_the_way = Sample { on_the_way_bytes: 376 * MIB, ..sample(11, 400) };
+    let decide = |looks| next(&first, &halfway, &on_the_way, 776 * MIB, 24 * MIB, looks);
+    assert_eq!(decide(STARVED_LOOKS - 1), Next::Wait);
+    assert!(matches!(decide(STARVED_LOOKS), Next::Needed(_)));
     let on_the_way = Sample { on_the_way_bytes: 368 * MIB, ..sample(15, 400) };
-    assert!(matches!(decide(&on_the_way), Next::Needed(_)));
+    assert!(needed(next(&first, &halfway, &on_the_way, 768 * MIB, KEEP, 0)));
     assert!(needed(with(&|values| values.oom_kills = Some(2))));
     assert!(needed(with(&|values| values.swap_in_bytes = Some(MIB + 4096))));
     assert!(needed(with(&|values| values.major_faults = Some(1200))));
@@ -93,7 +98,7 @@ proptest! {
         target in any::<u64>(),
         keep in any::<u64>(),
     ) {
-        if let Next::Inflate(bytes) = next(&first, &last, &now, target, keep) {
+        if let Next::Inflate(bytes) = next(&first, &last, &now, target, keep, 0) {
             let available = now.statistics.available_memory_bytes.unwrap();
             prop_assert!(bytes > target);
             prop_assert!(bytes - now.balloon_bytes <= available - keep);
@@ -119,7 +124,7 @@ proptest! {
         let (first, mut now, mut target) = (at(0), at(0), 0);
         for _ in 0..2 * steps + 2 {
             let last = now;
-            match next(&first, &last, &now, target, keep) {
+            match next(&first, &last, &now, target, keep, 0) {
                 Next::Inflate(bytes) => target = bytes,
                 Next::Wait => now = at((now.balloon_bytes + target.div_ceil(steps)).min(target)),
                 Next::Done => {
