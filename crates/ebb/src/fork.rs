@@ -155,8 +155,8 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 /// Where a machine's monitor writes its log.
 enum Log {
     File(File),
-    /// Nobody reads it when this command has ended: the monitor's lines are dropped then, and
-    /// whoever waits for the end of this command's output does not wait for the machine's.
+    /// Has no reader once this command has ended: later lines are dropped. Standard error itself
+    /// would stay open as long as the machine runs.
     Pipe(PipeReader, PipeWriter),
 }
 

@@ -19,7 +19,7 @@
 //!
 //! # Deadlocks
 //! Any thread that writes to memory may wait for the thread that saves, whatever locks it holds. So
-//! that one takes no lock but the inhibitors' at the end, which nobody holds while discards are
+//! that one takes no lock but the inhibitors' at the end, which no thread holds while discards are
 //! inhibited, and never writes to guest memory.
 
 use std::collections::BTreeMap;
@@ -326,7 +326,7 @@ impl Pass<'_> {
                 let data = self.write_block(block, Turn::Early)?.unwrap_or_default();
                 self.early.insert(block.offset_bytes, data);
             }
-            // Also if that was done before: whoever waits is woken.
+            // A block that was released before may have waiting threads, too: they are woken.
             self.release(block)?;
         }
         self.faults = faults;

@@ -33,7 +33,7 @@ use crate::vm::VSOCK_BACKLOG;
 
 /// How long a checkpoint or a new machine may take for an answer.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Name of a checkpoint that nobody can name.
+/// Name of a checkpoint that only its connection reaches.
 const UNNAMED: &str = "unnamed";
 /// Clients of a checkpoint that wait to be accepted.
 const BACKLOG: i32 = 64;

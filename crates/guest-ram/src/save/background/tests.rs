@@ -224,7 +224,7 @@ fn pages_that_arrive_later_are_zeros_in_the_file() {
     for huge_pages in [HugePages::Off, HugePages::On] {
         let ram = ram(huge_pages);
         let save = protect(&ram);
-        // Nothing is populated, so nobody waits.
+        // Nothing is populated, so no write waits.
         for address in pages(&ram) {
             put(&ram, address, 7);
         }

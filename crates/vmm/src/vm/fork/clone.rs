@@ -52,7 +52,7 @@ impl Template<'_> {
         let mut descriptors = Descriptors::new(descriptors);
         let code = match descriptors.next() {
             Ok(status) => self.run_machine(request, descriptors, &status),
-            Err(_nobody_to_tell) => 1,
+            Err(_without_a_client) => 1,
         };
         crate::log::finish();
         // SAFETY: ends the process without running any more of its code: nothing of the other

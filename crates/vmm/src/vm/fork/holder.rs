@@ -68,7 +68,7 @@ impl<'a> Template<'a> {
         close_others(&keep);
         let code = match self.set_up().and_then(|()| self.serve(socket)) {
             Ok(()) => 0,
-            Err(_nobody_to_tell) => 1,
+            Err(_without_a_client) => 1,
         };
         // SAFETY: ends the process without running any more of its code: nothing of the other
         // process is dropped.
