@@ -11,7 +11,7 @@ use ebb_vmm::api::{MergeState, VmState};
 use serde_json::json;
 
 use crate::guest::{Guest, MIB};
-use crate::harness::{Scene, Test};
+use crate::harness::{Scene, Test, eventually, when};
 use crate::merge_support::{Knob, member, merged};
 use crate::setup::Setup;
 
@@ -37,7 +37,11 @@ fn check_unavailable(guest: &Guest, words: &[&str]) {
         assert!(reason.contains(word), "'{word}' is missing: {reason}");
     }
     assert!(guest.log().contains(&reason), "{reason}\nis not in the log:\n{}", guest.log());
-    assert_eq!(guest.vm().state, VmState::Running);
+    // The API answers before the machine runs.
+    eventually("the machine runs", 30, || {
+        let state = guest.vm().state;
+        when(state == VmState::Running, || format!("{state:?}"))
+    });
     let (status, said) = guest.refused("PUT", "/merge", r#"{"run":"merge"}"#);
     assert_eq!(status, 409, "{said}");
 }

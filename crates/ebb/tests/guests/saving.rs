@@ -182,6 +182,18 @@ fn sigterm_and_kill(scene: &Scene) {
 }
 
 /// What is possible while the memory of a running guest is copied, and what is not.
+/// Pauses a machine that is being copied. That is refused for as long as its state is read.
+fn pause(guest: &Guest) {
+    eventually("the machine is paused", 30, || match guest.client().request("PUT", "/vm/pause", "") {
+        Ok(_) => Ok(()),
+        Err(ClientError::Refused { status: 409, detail }) => {
+            assert!(detail.message.contains("is being written"), "{detail:?}");
+            Err(detail.message)
+        }
+        Err(error) => panic!("{error}"),
+    });
+}
+
 fn while_others_ask(scene: &Scene) {
     let guest = large_guest(scene);
     let snapshots = directory(scene);
@@ -199,7 +211,7 @@ fn while_others_ask(scene: &Scene) {
     let error = guest.try_save(&snapshots.join("second")).unwrap_err();
     assert!(error.contains("is being written"), "{error}");
     // The pause waits for threads that wait to write.
-    guest.put("/vm/pause");
+    pause(&guest);
     assert_eq!(guest.vm().state, VmState::Paused);
     guest.put("/vm/resume");
     let (done, said) = ctl.end();
@@ -208,7 +220,7 @@ fn while_others_ask(scene: &Scene) {
 
     // The copy of a machine that was paused meanwhile is completed.
     let ctl = copying(scene, &guest, &file);
-    guest.put("/vm/pause");
+    pause(&guest);
     let (done, said) = ctl.end();
     assert!(done, "{said}");
     assert_eq!(guest.vm().state, VmState::Paused);
