@@ -1,5 +1,6 @@
 //! `ebb fork`: machines from a running one, or from a checkpoint in memory.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
 use std::os::fd::{AsFd as _, BorrowedFd};
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use ebb_vmm::api::Client;
-use ebb_vmm::checkpoint::{ForkOptions, Held};
+use ebb_vmm::checkpoint::{ForkOptions, Forked, Forks, Held};
 use ebb_vmm::config::net::NET_FORM;
 use ebb_vmm::config::options::{CGROUP_FORM, DISK_FORM};
 use ebb_vmm::config::vsock::VSOCK_FORM;
@@ -31,13 +32,15 @@ powers off or `ebb ctl SOCKET kill`. `ebb console SOCKET` connects with their se
 A writable disk must have the content of the moment of the checkpoint: give each machine a copy
 (cp --preserve=timestamps), or an overlay over one. An image that was written since is refused.
 
-If a machine cannot be made, those before it go on, and are named.
+If a machine cannot be made, those that were made go on, and are named.
 
 Example: ebb ctl /run/ebb.sock checkpoint ready
          ebb fork ready -n 3 --api '/run/clone-{}.sock' --vsock 'path=/run/clone-{}.vsock'";
 
 /// How long a monitor may take to make a checkpoint.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Machines that are made side by side.
+const AT_ONCE: usize = 8;
 /// Most machines of a call.
 const MOST: u32 = 10_000;
 /// What stands for a machine's number.
@@ -118,24 +121,35 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         options.check(&info)?;
     }
     check_room(args.n)?;
-    let mut machines = Vec::with_capacity(options.len());
+    let mut forks = Forks::of(&held);
+    let mut coming = BTreeMap::new();
+    let mut machines = BTreeMap::new();
     let mut failed = None;
-    for (number, options) in options.into_iter().enumerate() {
-        let log = Log::open(args, number)?;
-        let begun = Instant::now();
-        match held.fork(&options, log.writer()) {
-            Ok(forked) => machines.push(Made {
-                pid: forked.pid.as_raw_nonzero().get(),
-                api: options.api,
-                elapsed_us: u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX),
-            }),
-            Err(error) => {
-                log.show();
-                failed = Some(anyhow::Error::new(error).context(format!("machine {number}")));
-                break;
+    let mut options = options.into_iter().enumerate();
+    loop {
+        // After a failure, those that are under way are still waited for.
+        while failed.is_none() && forks.coming() < AT_ONCE {
+            let Some((number, options)) = options.next() else { break };
+            let log = Log::open(args, number)?;
+            let begun = Instant::now();
+            match forks.begin(number, &options, log.writer()) {
+                Ok(()) => drop(coming.insert(number, (begun, options.api, log))),
+                Err(error) => failed = Some((number, error, log)),
             }
         }
+        let Some((number, result)) = forks.wait() else { break };
+        let Some((begun, api, log)) = coming.remove(&number) else { continue };
+        match result {
+            Ok(Forked { pid }) => {
+                let elapsed_us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
+                let pid = pid.as_raw_nonzero().get();
+                machines.insert(number, Made { pid, api, elapsed_us });
+            }
+            Err(error) if failed.is_none() => failed = Some((number, error, log)),
+            Err(_another) => {}
+        }
     }
+    let machines: Vec<_> = machines.into_values().collect();
     let elapsed_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
     let report = Report { paused_us, elapsed_ms, machines };
     let mut out = io::stdout().lock();
@@ -149,7 +163,9 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             writeln!(out, "process {}  {api}  {ms:.1} ms", made.pid)?;
         }
     }
-    failed.map_or(Ok(ExitCode::SUCCESS), Err)
+    let Some((number, error, log)) = failed else { return Ok(ExitCode::SUCCESS) };
+    log.show();
+    Err(anyhow::Error::new(error).context(format!("machine {number}")))
 }
 
 /// Where a machine's monitor writes its log.

@@ -35,6 +35,7 @@ mod ending;
 pub mod exit;
 mod file;
 pub mod firecracker;
+mod forked;
 #[cfg(any(test, feature = "testing"))]
 #[doc(hidden)]
 pub mod fuzzing;

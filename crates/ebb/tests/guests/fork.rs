@@ -369,9 +369,32 @@ fn kills(scene: &Scene) {
         }
         let _ = kill_process(holder, Signal::KILL);
     }
-    // The parent is killed, and what was made of it goes on.
+    // A monitor is killed while a checkpoint of its machine is made: there is one with a name, or
+    // none.
     let name = unique(scene, "last");
     checkpoint(scene, &parent, &name);
+    for (index, fork) in fork(scene, &name, "dies", counts(8, 40), &[]).iter().enumerate() {
+        let wait = Duration::from_millis(random.below(60) as u64);
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                std::thread::sleep(wait);
+                let _ = kill_process(fork.monitor, Signal::KILL);
+            });
+            let socket = fork.guest.socket().to_str().unwrap();
+            let of_fork = unique(scene, &format!("dies{index}"));
+            let made = ebb(scene, &["ctl", socket, "checkpoint", &of_fork]);
+            if made.status.success() {
+                silently(scene, &["checkpoints", "remove", &of_fork]);
+            }
+        });
+    }
+    eventually("no checkpoint is left without a name", 10, || {
+        let listed = document(scene, &["checkpoints", "--json"]);
+        let listed: BTreeSet<_> = listed.as_array().unwrap().iter().map(pid_of).collect();
+        let holders = holders();
+        when(holders.is_subset(&listed), || format!("{holders:?} of {listed:?}"))
+    });
+    // The parent is killed, and what was made of it goes on.
     let early = fork(scene, &name, "early", 1, &[]);
     kill_process(Pid::from_raw(parent.pid().cast_signed()).unwrap(), Signal::KILL).unwrap();
     drop(parent);
@@ -384,6 +407,22 @@ fn kills(scene: &Scene) {
     let killed = |one: &Value| one["name"].as_str().unwrap().contains(&unique(scene, "kill"));
     assert!(!listed.as_array().unwrap().iter().any(killed), "{listed}");
     silently(scene, &["checkpoints", "remove", &name]);
+}
+
+fn pid_of(listed: &Value) -> i64 {
+    listed["pid"].as_i64().unwrap()
+}
+
+/// Processes that hold a checkpoint.
+fn holders() -> BTreeSet<i64> {
+    let processes = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap());
+    processes
+        .filter_map(|process| {
+            let pid = process.file_name().to_str()?.parse().ok()?;
+            let name = fs::read_to_string(process.path().join("comm")).ok()?;
+            (name == "ebb-checkpoint\n").then_some(pid)
+        })
+        .collect()
 }
 
 fn refused_requests(scene: &Scene) {

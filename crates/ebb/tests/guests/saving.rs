@@ -184,13 +184,15 @@ fn sigterm_and_kill(scene: &Scene) {
 /// What is possible while the memory of a running guest is copied, and what is not.
 /// Pauses a machine that is being copied. That is refused for as long as its state is read.
 fn pause(guest: &Guest) {
-    eventually("the machine is paused", 30, || match guest.client().request("PUT", "/vm/pause", "") {
-        Ok(_) => Ok(()),
-        Err(ClientError::Refused { status: 409, detail }) => {
-            assert!(detail.message.contains("is being written"), "{detail:?}");
-            Err(detail.message)
+    eventually("the machine is paused", 30, || {
+        match guest.client().request("PUT", "/vm/pause", "") {
+            Ok(_) => Ok(()),
+            Err(ClientError::Refused { status: 409, detail }) => {
+                assert!(detail.message.contains("is being written"), "{detail:?}");
+                Err(detail.message)
+            }
+            Err(error) => panic!("{error}"),
         }
-        Err(error) => panic!("{error}"),
     });
 }
 

@@ -8,10 +8,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ebb_local_io::{ListenError, SocketFile};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
 use rustix::net::sockopt::{Timeout, set_socket_passcred, set_socket_timeout};
 use rustix::net::{
-    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix,
     SocketFlags, SocketType,
 };
 use rustix::process::Pid;
@@ -31,8 +32,10 @@ use crate::isolation::{CgroupConfig, Companion, CompanionError, IsolationError, 
 use crate::packet;
 use crate::vm::VSOCK_BACKLOG;
 
-/// How long a checkpoint or a new machine may take for an answer.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// How long a checkpoint may take for an answer, and a new machine to say something.
+const PATIENCE: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
+/// How long a message may take that is known to come.
+const ARRIVAL: Duration = Duration::from_secs(1);
 /// Name of a checkpoint that only its connection reaches.
 const UNNAMED: &str = "unnamed";
 /// Clients of a checkpoint that wait to be accepted.
@@ -113,11 +116,15 @@ fn host<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> Checkpoin
 /// Makes a checkpoint of the machine behind `client`, whose process listens at `path` from then on.
 ///
 /// # Errors
-/// [`CheckpointError`]; there is no such socket then.
+/// [`CheckpointError`]; there is no such socket then, and no process that listens on it.
 pub fn keep(client: &Client, path: &Path, name: &str) -> Result<CheckpointReport, CheckpointError> {
     let (file, listener) = SocketFile::listen(path, Mode::RUSR | Mode::WUSR, BACKLOG)?;
     let target = CheckpointTarget { name: name.to_owned() };
-    let report = client.put_json_with("/vm/checkpoint", &target, &[listener.as_fd()])?;
+    let made = client.put_json_with("/vm/checkpoint", &target, &[listener.as_fd()]);
+    let report = made.inspect_err(|_| {
+        // The machine may have ended after its monitor had forked.
+        let _ = rustix::net::shutdown(&listener, Shutdown::Both);
+    })?;
     // The name stays, for other clients.
     drop(file.into_entry());
     Ok(report)
@@ -166,8 +173,10 @@ impl Held {
 
     fn over(socket: OwnedFd) -> io::Result<Self> {
         set_socket_passcred(&socket, true)?;
-        set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE))?;
-        set_socket_timeout(&socket, Timeout::Send, Some(PATIENCE))?;
+        for direction in [Timeout::Recv, Timeout::Send] {
+            let patience = Duration::from_secs(PATIENCE.tv_sec.unsigned_abs());
+            set_socket_timeout(&socket, direction, Some(patience))?;
+        }
         Ok(Self { socket })
     }
 
@@ -242,6 +251,11 @@ struct Opened {
 }
 
 impl ForkOptions {
+    /// Whether something must be removed at the end of the machine, or connected to.
+    fn needs_companion(&self) -> bool {
+        self.api.is_some() || self.vsock.is_some() || self.cgroup.is_some()
+    }
+
     /// Whether a machine of this checkpoint has these devices.
     ///
     /// # Errors
@@ -266,59 +280,128 @@ impl ForkOptions {
     }
 }
 
-impl Held {
-    /// Makes a machine, whose monitor writes its log to `log`.
+/// Machines that are being made, several at a time: each takes its time mostly to wait.
+pub struct Forks<'a> {
+    held: &'a Held,
+    /// Splits off the companion of each machine.
+    companion: Option<Companion>,
+    coming: Vec<Coming>,
+}
+
+/// A machine that does not run yet.
+struct Coming {
+    number: usize,
+    opened: Opened,
+    /// The connection with its monitor.
+    status: OwnedFd,
+    /// Its process, once it has introduced itself.
+    is_born: bool,
+}
+
+impl<'a> Forks<'a> {
+    /// Machines of a checkpoint.
+    pub fn of(held: &'a Held) -> Self {
+        Self { held, companion: None, coming: Vec::new() }
+    }
+
+    /// How many do not run yet.
+    pub fn coming(&self) -> usize {
+        self.coming.len()
+    }
+
+    /// Asks for a machine, whose monitor writes its log to `log`. `number` is returned with it.
     ///
     /// # Errors
     /// [`CheckpointError`]; nothing of the machine is left then.
-    pub fn fork(
-        &self,
+    pub fn begin(
+        &mut self,
+        number: usize,
         options: &ForkOptions,
         log: BorrowedFd<'_>,
-    ) -> Result<Forked, CheckpointError> {
-        let mut opened = Opened::open(options, log)?;
+    ) -> Result<(), CheckpointError> {
+        let companion = options.needs_companion().then(|| self.split_companion(log)).transpose()?;
+        let mut opened = Opened::open(options, companion)?;
         let (status, theirs) = packet::pair().map_err(host("create a socket pair"))?;
         set_socket_passcred(&status, true).map_err(host("set up a socket"))?;
         for direction in [Timeout::Recv, Timeout::Send] {
-            set_socket_timeout(&status, direction, Some(PATIENCE))
+            set_socket_timeout(&status, direction, Some(ARRIVAL))
                 .map_err(host("set up a socket"))?;
         }
         let mut descriptors = vec![theirs.as_fd(), log];
         descriptors.extend(opened.descriptors.iter().map(AsFd::as_fd));
         let request = Request::Fork(Box::new(std::mem::take(&mut opened.request)));
-        self.call(&request, &descriptors)?;
-        drop(descriptors);
-        drop(theirs);
-        let pid = follow(&status, opened.companion.as_ref())?;
-        // From here on its companion serves it alone.
-        opened.names.into_iter().for_each(KeptName::leave);
-        Ok(Forked { pid })
+        self.held.call(&request, &descriptors)?;
+        opened.descriptors.clear();
+        self.coming.push(Coming { number, opened, status, is_born: false });
+        Ok(())
+    }
+
+    fn split_companion(&mut self, log: BorrowedFd<'_>) -> Result<Companion, CheckpointError> {
+        let first = match &self.companion {
+            Some(first) => first,
+            None => self.companion.insert(Companion::start()?),
+        };
+        Ok(first.split(log)?)
+    }
+
+    /// Waits until one of them runs, or has failed; nothing of it is left then. `None` if there are
+    /// none.
+    pub fn wait(&mut self) -> Option<(usize, Result<Forked, CheckpointError>)> {
+        loop {
+            let index = self.ready()?;
+            let result = match self.coming[index].go_on() {
+                Ok(None) => continue,
+                Ok(Some(pid)) => Ok(Forked { pid }),
+                Err(error) => Err(error),
+            };
+            let Coming { number, opened, .. } = self.coming.remove(index);
+            if result.is_ok() {
+                // From here on its companion serves it alone.
+                opened.names.into_iter().for_each(KeptName::leave);
+            }
+            return Some((number, result));
+        }
+    }
+
+    /// One whose monitor has said something, or else the one that has been silent for longest.
+    fn ready(&self) -> Option<usize> {
+        let mut fds: Vec<_> =
+            self.coming.iter().map(|one| PollFd::new(&one.status, PollFlags::IN)).collect();
+        if fds.is_empty() {
+            return None;
+        }
+        // After an error, its message is waited for.
+        let _ = poll(&mut fds, Some(&PATIENCE));
+        Some(fds.iter().position(|fd| !fd.revents().is_empty()).unwrap_or(0))
     }
 }
 
-/// Helps a new monitor until its machine runs.
-fn follow(status: &OwnedFd, companion: Option<&Companion>) -> Result<Pid, CheckpointError> {
-    let failed = |problem: &str| CheckpointError::Failed(problem.to_owned());
-    let mut is_born = false;
-    loop {
-        let packet = packet::receive_packet::<Stage>(status).map_err(|error| {
+impl Coming {
+    /// Takes its monitor's next message, and helps it. Returns its process when it runs.
+    fn go_on(&mut self) -> Result<Option<Pid>, CheckpointError> {
+        let failed = |problem: &str| CheckpointError::Failed(problem.to_owned());
+        let packet = packet::receive_packet::<Stage>(&self.status).map_err(|error| {
             CheckpointError::Failed(format!("its monitor does not answer: {error}"))
         })?;
         let packet = packet.ok_or_else(|| failed("its monitor has ended"))?;
         let pid = packet.sender.ok_or_else(|| failed("its process is unknown"))?;
         match packet.message {
-            Stage::Born { .. } if is_born => return Err(failed("its monitor is confused")),
+            Stage::Born { .. } if self.is_born => Err(failed("its monitor is confused")),
             Stage::Born { files } => {
-                is_born = true;
+                self.is_born = true;
                 let files = own_files(pid, &files)?;
                 let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-                packet::send(status, &Files {}, &files).map_err(host("answer the monitor"))?;
-                // It starts while the machine is built.
-                companion.map_or(Ok(()), |companion| companion.begin(Switch::On))?;
-                packet::send(status, &Start {}, &[]).map_err(host("answer the monitor"))?;
+                let answer = host("answer the monitor");
+                packet::send(&self.status, &Files {}, &files).map_err(answer)?;
+                // It gives up its rights while the machine is built.
+                if let Some(companion) = &self.opened.companion {
+                    companion.begin(Switch::On)?;
+                }
+                packet::send(&self.status, &Start {}, &[]).map_err(host("answer the monitor"))?;
+                Ok(None)
             }
-            Stage::Ready => return Ok(pid),
-            Stage::Failed { error } => return Err(CheckpointError::Failed(error)),
+            Stage::Ready => Ok(Some(pid)),
+            Stage::Failed { error } => Err(CheckpointError::Failed(error)),
         }
     }
 }
@@ -329,25 +412,22 @@ fn own_files(pid: Pid, names: &[String]) -> Result<Vec<File>, CheckpointError> {
     if names.len() > OWN_FILES.len() || names.iter().any(|name| !OWN_FILES.contains(&&**name)) {
         return Err(CheckpointError::Failed("its monitor asks for other files".to_owned()));
     }
-    let names = names.to_vec();
-    let open = move || -> io::Result<Vec<File>> {
-        // Not with CAP_SYS_ADMIN: for a file that was opened with it, the kernel shows physical
-        // addresses (Linux fs/proc/task_mmu.c, `pagemap_read`).
+    // Not with CAP_SYS_ADMIN: for a file that was opened with it, the kernel shows physical
+    // addresses (Linux fs/proc/task_mmu.c, `pagemap_read`).
+    let open = || -> io::Result<Vec<File>> {
         let sets = rustix::thread::capabilities(None)?;
         let effective = sets.effective - CapabilitySet::SYS_ADMIN;
         rustix::thread::set_capabilities(None, CapabilitySets { effective, ..sets })?;
         let folder = PathBuf::from(format!("/proc/{}", pid.as_raw_nonzero()));
-        names.iter().map(|name| File::open(folder.join(name))).collect()
+        let files = names.iter().map(|name| File::open(folder.join(name))).collect();
+        rustix::thread::set_capabilities(None, sets)?;
+        files
     };
-    // On a thread of its own, which loses the capabilities.
-    let opened = std::thread::spawn(open).join();
-    opened
-        .unwrap_or_else(|_| Err(io::Error::other("a thread has panicked")))
-        .map_err(host("open files of the new monitor's process in /proc"))
+    open().map_err(host("open files of the new monitor's process in /proc"))
 }
 
 impl Opened {
-    fn open(options: &ForkOptions, log: BorrowedFd<'_>) -> Result<Self, CheckpointError> {
+    fn open(options: &ForkOptions, companion: Option<Companion>) -> Result<Self, CheckpointError> {
         let absolute =
             |path: &Path| std::path::absolute(path).map_err(host("find the working directory"));
         // In the order of the request's fields.
@@ -357,10 +437,6 @@ impl Opened {
             accept_changed_disks: options.accept_changed_disks,
             ..ForkRequest::default()
         };
-        let is_needed =
-            options.api.is_some() || options.vsock.is_some() || options.cgroup.is_some();
-        let log = log.try_clone_to_owned().map_err(host("duplicate a descriptor"))?;
-        let companion = is_needed.then(|| Companion::start_with(log)).transpose()?;
         let mut names = Vec::new();
         let of_companion = companion.as_ref().ok_or(CompanionError::None);
         if let Some(cgroup) = &options.cgroup {

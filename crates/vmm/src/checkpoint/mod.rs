@@ -11,7 +11,7 @@
 mod client;
 mod message;
 
-pub use client::{CheckpointError, ForkOptions, Forked, Held, keep};
+pub use client::{CheckpointError, ForkOptions, Forked, Forks, Held, keep};
 pub use message::CheckpointInfo;
 #[cfg(test)]
 pub(crate) use message::SocketRequest;

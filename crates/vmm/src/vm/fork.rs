@@ -15,7 +15,7 @@ mod holder;
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::time::{Duration, Instant};
 
 use kvm_ioctls::Kvm;
@@ -27,6 +27,7 @@ use super::{Vm, VmError, lock};
 use crate::api::control::{ControlError, Document, Outcome};
 use crate::api::vm::{CheckpointReport, CheckpointTarget, VmState};
 use crate::cpu::Vcpu;
+use crate::forked::{Side, fork};
 #[cfg(any(test, feature = "testing"))]
 pub use fuzzing::fuzz_fork_requests;
 use holder::Template;
@@ -77,40 +78,6 @@ pub(super) fn keep_to_process(vcpu: &mut Vcpu, kvm: &Kvm) -> Result<(), VmError>
     match unsafe { libc::madvise(address.cast(), bytes, libc::MADV_DONTFORK) } {
         0 => Ok(()),
         _ => Err(VmError::host("keep a vCPU out of forks")(io::Error::last_os_error())),
-    }
-}
-
-/// Which process it is after a fork.
-enum Side {
-    Old { new: libc::pid_t },
-    New,
-}
-
-/// fork(2), with what the C library does for its allocator.
-///
-/// # Safety
-/// The new process takes no lock that another thread may hold now.
-unsafe fn fork() -> io::Result<Side> {
-    // SAFETY: as the caller vouches for; all else that the new process uses is this thread's.
-    match unsafe { libc::fork() } {
-        0 => Ok(Side::New),
-        -1 => Err(io::Error::last_os_error()),
-        new => Ok(Side::Old { new }),
-    }
-}
-
-/// Closes all descriptors from 3 on but these.
-fn close_others(keep: &[RawFd]) {
-    let mut keep: Vec<u32> = keep.iter().filter_map(|&fd| u32::try_from(fd).ok()).collect();
-    keep.sort_unstable();
-    keep.dedup();
-    let mut first = 3;
-    for next in keep.into_iter().chain([u32::MAX]) {
-        if next > first {
-            // SAFETY: closes descriptors whose owners are never used in this process.
-            unsafe { libc::syscall(libc::SYS_close_range, first, next - 1, 0) };
-        }
-        first = first.max(next.saturating_add(1));
     }
 }
 
@@ -239,23 +206,6 @@ impl Vm {
 
 fn microseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
-}
-
-/// Standard input, output and error go nowhere; with `error`, that goes there.
-fn redirect(null: &File, error: Option<&OwnedFd>) -> io::Result<()> {
-    put_in_place(null.as_fd(), libc::STDIN_FILENO)?;
-    put_in_place(null.as_fd(), libc::STDOUT_FILENO)?;
-    put_in_place(error.map_or(null.as_fd(), |error| error.as_fd()), libc::STDERR_FILENO)
-}
-
-/// Makes the descriptor `number` refer to `file`.
-fn put_in_place(file: BorrowedFd<'_>, number: RawFd) -> io::Result<()> {
-    // SAFETY: the number is that of a standard stream, or of a descriptor that goes on to belong to
-    // its owner and refers to another file of the same kind from now on.
-    match unsafe { libc::dup3(file.as_raw_fd(), number, libc::O_CLOEXEC) } {
-        -1 => Err(io::Error::last_os_error()),
-        _ => Ok(()),
-    }
 }
 
 #[cfg(test)]

@@ -162,6 +162,11 @@ fn send_one(
     let other = rustix::fs::open(scene.join("sockets/other"), flags, Mode::empty())?;
     let (mut is_answered, mut descriptors) = (true, Vec::new());
     let request = match input.byte() % 8 {
+        0 if input.rarely() => {
+            is_answered = false;
+            descriptors.extend([other.as_fd(), other.as_fd()]);
+            Some(Request::Split)
+        }
         0 => None,
         1 => {
             is_answered = false;

@@ -27,6 +27,9 @@ pub(super) enum Request {
     /// Serve [`Connect`] requests on the socket that comes with the message, for sockets in the
     /// directory that comes before it: their names are `name`, `_` and a port. Only before `Begin`.
     Vsock { name: OsString },
+    /// Go on as two processes: the new one serves another monitor on the socket that comes with the
+    /// message, with the standard error that comes after it. Only before `Begin`.
+    Split,
     /// Give up what is not needed for other requests.
     Begin { seccomp: Switch },
     /// Remove a kept name now.
@@ -54,6 +57,7 @@ impl Request {
                 | Self::Allow { .. }
                 | Self::AllowImages { .. }
                 | Self::Vsock { .. }
+                | Self::Split
         )
     }
 }

@@ -164,11 +164,6 @@ impl Drop for KeptName {
 impl Companion {
     /// Starts the process: this program with [`COMPANION_COMMAND`].
     pub(crate) fn start() -> Result<Self, CompanionError> {
-        Self::start_with(Stdio::inherit())
-    }
-
-    /// As [`start`](Self::start), with this standard error.
-    pub(crate) fn start_with(error: impl Into<Stdio>) -> Result<Self, CompanionError> {
         let (ours, theirs) = pair().map_err(CompanionError::Start)?;
         // Not waited for: the monitor can neither reap nor kill it once its system calls are
         // filtered. It ends when the monitor's socket is closed, and is then reaped by what follows
@@ -179,11 +174,19 @@ impl Companion {
             .env_clear()
             .stdin(Stdio::from(theirs))
             .stdout(Stdio::null())
-            .stderr(error)
+            .stderr(Stdio::inherit())
             // Signals of the terminal are for the monitor.
             .process_group(0)
             .spawn()
             .map_err(CompanionError::Start)?;
+        Ok(Self::over(ours))
+    }
+
+    /// A companion for another monitor, with this standard error: a fork of the process, with which
+    /// it shares most of its memory. Only before [`begin`](Self::begin).
+    pub(crate) fn split(&self, error: BorrowedFd<'_>) -> Result<Self, CompanionError> {
+        let (ours, theirs) = pair().map_err(CompanionError::Start)?;
+        self.prepare(&Request::Split, &[theirs.as_fd(), error])?;
         Ok(Self::over(ours))
     }
 

@@ -17,6 +17,7 @@ use rustix::io::Errno;
 use super::message::{Reply, Request};
 use super::vsock::{VsockServer, VsockThread};
 use crate::config::Switch;
+use crate::forked::{Side, fork, put_in_place};
 use crate::packet;
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::client::NewSnapshot;
@@ -60,15 +61,55 @@ struct Server {
 pub fn serve() -> io::Result<()> {
     // The end of the monitor is the only one: signals for its group or its service are for it.
     let _signals = Signals::block()?;
-    serve_on(&io::stdin().as_fd().try_clone_to_owned()?)
+    let mut socket = io::stdin().as_fd().try_clone_to_owned()?;
+    while let Some(of_another) = serve_on(&socket)? {
+        if let Some(new) = split(of_another)? {
+            socket = new;
+        }
+    }
+    Ok(())
 }
 
-/// Serves the monitor at the other end of `socket`.
-pub(super) fn serve_on(socket: &OwnedFd) -> io::Result<()> {
+/// What comes with [`Request::Split`].
+pub(super) struct Another {
+    socket: OwnedFd,
+    error: OwnedFd,
+}
+
+/// Goes on as two processes. Returns the socket of the other monitor in the new one.
+fn split(another: Another) -> io::Result<Option<OwnedFd>> {
+    // Companions leave nothing behind, and this one waits for none.
+    // SAFETY: changes the disposition of a signal that no handler is installed for.
+    unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
+    // SAFETY: this process has one thread until `Begin`.
+    match unsafe { fork() } {
+        Ok(Side::New) => {
+            put_in_place(another.socket.as_fd(), libc::STDIN_FILENO)?;
+            put_in_place(another.error.as_fd(), libc::STDERR_FILENO)?;
+            Ok(Some(another.socket))
+        }
+        Ok(Side::Old { .. }) => Ok(None),
+        Err(error) => {
+            // The other monitor's client finds its socket closed.
+            tracing::error!("cannot fork the companion: {error}; are there too many processes?");
+            Ok(None)
+        }
+    }
+}
+
+/// Serves the monitor at the other end of `socket` until it ends, or asks for a companion for
+/// another one, which it may do as long as nothing was asked for before.
+pub(super) fn serve_on(socket: &OwnedFd) -> io::Result<Option<Another>> {
     let mut server = Server::default();
+    let mut is_first = true;
     let served = loop {
         match packet::receive::<Request>(socket) {
+            Ok(Some((Request::Split, descriptors))) if is_first => {
+                let [socket, error] = two(descriptors).map_err(io::Error::other)?;
+                return Ok(Some(Another { socket, error }));
+            }
             Ok(Some((request, descriptors))) => {
+                is_first = false;
                 let is_answered = request.is_answered();
                 let result = server.serve(request, descriptors);
                 if is_answered {
@@ -83,7 +124,7 @@ pub(super) fn serve_on(socket: &OwnedFd) -> io::Result<()> {
                     server.refused.get_or_insert(problem);
                 }
             }
-            Ok(None) => break Ok(()),
+            Ok(None) => break Ok(None),
             Err(error) => break Err(error),
         }
     };
@@ -143,6 +184,7 @@ impl Server {
             }
             Request::KeepCgroup { name } => self.cgroup = Some((only(descriptors)?, name)),
             Request::Allow { path } => self.allowed.push((path, only(descriptors)?)),
+            Request::Split => return Err("it has something to do already".to_owned()),
             Request::AllowImages { path } => self.images.push((path, only(descriptors)?)),
             Request::Vsock { name } => {
                 let [directory, socket] = two(descriptors)?;
@@ -310,7 +352,7 @@ fn check_in_place(name: &Path, open: &OwnedFd) -> Result<(), String> {
 }
 
 fn two(descriptors: Vec<OwnedFd>) -> Result<[OwnedFd; 2], String> {
-    descriptors.try_into().map_err(|_| "a directory and a socket are needed".to_owned())
+    descriptors.try_into().map_err(|_| "two descriptors are needed".to_owned())
 }
 
 fn only(descriptors: Vec<OwnedFd>) -> Result<OwnedFd, String> {

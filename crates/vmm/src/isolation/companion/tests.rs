@@ -6,7 +6,7 @@ use super::*;
 /// A companion that is a thread of the test.
 fn companion() -> (Companion, JoinHandle<io::Result<()>>) {
     let (ours, theirs) = pair().unwrap();
-    let thread = std::thread::spawn(move || serve::serve_on(&theirs));
+    let thread = std::thread::spawn(move || serve::serve_on(&theirs).map(drop));
     (Companion::over(ours), thread)
 }
 
@@ -219,7 +219,7 @@ fn a_directory_that_moves_away_is_an_error_and_no_harm() {
 fn a_monitor_that_speaks_nonsense_loses_its_companion() {
     for nonsense in [&b"{"[..], b"null", b"{\"open\":\"/etc/shadow\"}", &[0; 9000]] {
         let (ours, theirs) = pair().unwrap();
-        let thread = std::thread::spawn(move || serve::serve_on(&theirs));
+        let thread = std::thread::spawn(move || serve::serve_on(&theirs).map(drop));
         // A message that is longer than the socket's buffer is refused here already.
         let _ = rustix::net::send(&ours, nonsense, rustix::net::SendFlags::NOSIGNAL);
         drop(ours);

@@ -10,13 +10,14 @@ use rustix::process::DumpableBehavior;
 use rustix::thread::CoreSchedulingScope;
 use serde::de::IgnoredAny;
 
+use super::Forkable;
 use super::holder::Template;
-use super::{Forkable, put_in_place, redirect};
 use crate::checkpoint::{DiskRequest, Files, ForkRequest, NetRequest, Stage, Start};
 use crate::config::{SerialConfig, Switch, VmConfig, VsockOption};
 use crate::devices::virtio::block::DiskFiles;
 use crate::devices::virtio::net::OpenNet;
 use crate::exit::{ExitSignal, GuestExit};
+use crate::forked::{put_in_place, redirect};
 use crate::isolation::{Companion, IsolationConfig, KeptName, VsockLink};
 use crate::packet;
 use crate::seccomp::{Filters, ThreadKind};

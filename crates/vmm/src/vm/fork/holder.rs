@@ -10,9 +10,10 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags};
 
-use super::{Forkable, Side, close_others, fork, redirect};
+use super::Forkable;
 use crate::boot::BootImage;
 use crate::checkpoint::{Answer, CheckpointInfo, ForkRequest, Request};
+use crate::forked::{Side, close_others, fork, redirect};
 use crate::packet;
 use crate::snapshot::MachineState;
 use crate::vm::Vm;
@@ -119,7 +120,13 @@ impl<'a> Template<'a> {
                 Err(errno) => return Err(errno),
             }
             let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+            // The client has shut its listener: nobody else could name this checkpoint.
+            let is_shut = matches!(control, Control::Listener(_))
+                && fds.last().is_some_and(|fd| fd.revents().contains(PollFlags::HUP));
             drop(fds);
+            if is_shut {
+                return Ok(());
+            }
             // From the last one on: places of earlier ones stay as they are.
             for index in (0..clients.len()).rev().filter(|&index| ready[index]) {
                 match self.answer(&clients[index]) {

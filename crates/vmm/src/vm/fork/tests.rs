@@ -1,5 +1,5 @@
 use std::fs::File;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 
@@ -108,29 +108,4 @@ fn requests_for_another_machine_are_refused() {
     files[last] = tempfile::tempfile().unwrap().into();
     let own = Own::receive(request(), &mut Descriptors::new(files), &template());
     assert!(own.err().unwrap().to_string().contains("no tap interface"));
-}
-
-#[test]
-fn only_these_descriptors_stay_open() {
-    let (keep, close): (Vec<_>, Vec<_>) = (0..9)
-        .map(|_| tempfile::tempfile().unwrap())
-        .partition(|file| file.as_raw_fd().rem_euclid(2) == 0);
-    let keep: Vec<_> = keep.iter().map(AsRawFd::as_raw_fd).collect();
-    let is_open = |fd: RawFd| {
-        // SAFETY: asks for the flags of a number, which need not be a descriptor.
-        unsafe { libc::fcntl(fd, libc::F_GETFD) != -1 }
-    };
-    // SAFETY: the new process makes system calls only, and ends.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
-        close_others(&keep);
-        let kept = keep.iter().all(|&fd| is_open(fd));
-        let closed = close.iter().all(|file| !is_open(file.as_raw_fd()));
-        // SAFETY: ends the process without running any more of its code.
-        unsafe { libc::_exit(i32::from(!(kept && closed && is_open(2)))) };
-    }
-    let mut status = 1;
-    // SAFETY: waits for the child, and `status` is valid for the result.
-    let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
-    assert_eq!((waited, status), (child, 0));
 }
