@@ -13,7 +13,7 @@ use ebb_vmm::api::{
     StatisticsInterval, TrimReport, VmInfo, VmState, prometheus,
 };
 use ebb_vmm::checkpoint;
-use ebb_vmm::config::Backing;
+use ebb_vmm::config::{Backing, Switch};
 use ebb_vmm::size::ByteSize;
 use ebb_vmm::snapshot;
 use serde::Serialize;
@@ -103,6 +103,10 @@ enum Command {
         /// remove NAME`. A path with a slash: a file, as `snapshot` writes it
         #[arg(value_name = "NAME|FILE")]
         target: String,
+        /// Copy the disks that the guest writes to in the same moment, for machines whose disks do
+        /// not exist yet
+        #[arg(long, default_value = "on", value_parser = word::<Switch>())]
+        copy_disks: Switch,
     },
     /// End it at once, like pulling the plug
     Kill,
@@ -208,12 +212,13 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         Command::Snapshot { file } => {
             show(out, form, &take_snapshot(&client, &file)?, snapshot_rows)
         }
-        Command::Checkpoint { target } if target.contains('/') => {
+        Command::Checkpoint { target, .. } if target.contains('/') => {
             let file = Path::new(&target);
             show(out, form, &take_snapshot(&client, file)?, snapshot_rows)
         }
-        Command::Checkpoint { target } => {
-            let report = checkpoint::keep(&client, &checkpoints::place(&target)?, &target)?;
+        Command::Checkpoint { target, copy_disks } => {
+            let place = checkpoints::place(&target)?;
+            let report = checkpoint::keep(&client, &place, &target, copy_disks)?;
             show(out, form, &report, checkpoint_rows)
         }
         Command::Kill => show(out, form, &client.put("/vm/kill")?, state_row),

@@ -15,7 +15,7 @@ use ebb_vmm::checkpoint::{ForkOptions, Forked, Forks, Held};
 use ebb_vmm::config::net::NET_FORM;
 use ebb_vmm::config::options::{CGROUP_FORM, DISK_FORM};
 use ebb_vmm::config::vsock::VSOCK_FORM;
-use ebb_vmm::config::{DiskConfig, NetConfig, VsockOption};
+use ebb_vmm::config::{DiskConfig, NetConfig, Switch, VsockOption};
 use ebb_vmm::isolation::CgroupConfig;
 use ebb_vmm::size::ByteSize;
 use serde::Serialize;
@@ -29,8 +29,8 @@ option stands for the machine's number, from 0 on; with -n, sockets, writable di
 need it. The command ends when all machines run; they go on in the background, until their guest
 powers off or `ebb ctl SOCKET kill`. `ebb console SOCKET` connects with their serial lines.
 
-A writable disk must have the content of the moment of the checkpoint: give each machine a copy
-(cp --preserve=timestamps), or an overlay over one. An image that was written since is refused.
+A writable disk or overlay that does not exist is made with the content of the moment of the
+checkpoint. One that exists must have that content: an image that was written since is refused.
 
 If a machine cannot be made, those that were made go on, and are named.
 
@@ -115,7 +115,8 @@ struct Made {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let options = (0..args.n).map(|number| options(args, number)).collect::<Result<Vec<_>, _>>()?;
     let started = Instant::now();
-    let (held, paused_us) = open(&args.source)?;
+    let copies = Switch::from_bool(options.iter().any(ForkOptions::needs_copies));
+    let (held, paused_us) = open(&args.source, copies)?;
     let (info, _) = held.info()?;
     for options in &options {
         options.check(&info)?;
@@ -234,10 +235,10 @@ fn check_room(n: u32) -> anyhow::Result<()> {
 }
 
 /// A checkpoint by its name, or one of a running machine that ends with the connection.
-fn open(source: &str) -> anyhow::Result<(Held, Option<u64>)> {
+fn open(source: &str, copies: Switch) -> anyhow::Result<(Held, Option<u64>)> {
     let is_socket = std::fs::metadata(source).is_ok_and(|file| file.file_type().is_socket());
     if source.contains('/') || is_socket {
-        let (held, report) = Held::of_running(&Client::new(source, PATIENCE))?;
+        let (held, report) = Held::of_running(&Client::new(source, PATIENCE), copies)?;
         return Ok((held, Some(report.paused_us)));
     }
     Ok((Held::connect(&checkpoints::find(source)?)?, None))

@@ -4,11 +4,12 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileExt as _, FileTypeExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::SeekFrom;
+use rustix::io::Errno;
 use vmm_sys_util::eventfd::EventFd;
 
 /// Whether a file is opened for writing.
@@ -43,6 +44,75 @@ pub(crate) fn open_image(path: &Path, access: Access) -> io::Result<File> {
     };
     let problem = format!("it is {found}, not a regular file or block device");
     Err(io::Error::new(io::ErrorKind::InvalidInput, problem))
+}
+
+/// Bytes copied between two looks for a cancellation.
+const COPY_BYTES: u64 = 16 << 20;
+/// The same where the kernel cannot copy: bytes read at a time.
+const BUFFER_BYTES: usize = 256 << 10;
+
+/// Copies `from` to the empty file `to`, without its holes; a file system that can lets both share
+/// their blocks (copy_file_range(2)). Moves the position of `from`.
+///
+/// # Errors
+/// Those of lseek(2), copy_file_range(2), pread(2), pwrite(2) and ftruncate(2).
+pub(crate) fn copy_data(
+    from: &File,
+    to: &File,
+    is_cancelled: &dyn Fn() -> bool,
+) -> io::Result<Completion> {
+    // Not the size in fstat(2), which is zero for a block device.
+    let end = rustix::fs::seek(from, SeekFrom::End(0))?;
+    to.set_len(end)?;
+    let mut next = 0;
+    while next < end {
+        let data = match rustix::fs::seek(from, SeekFrom::Data(next)) {
+            Ok(data) => data,
+            // No data up to the end.
+            Err(Errno::NXIO) => break,
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => next,
+            Err(errno) => return Err(errno.into()),
+        };
+        let hole = match rustix::fs::seek(from, SeekFrom::Hole(data)) {
+            Ok(hole) => hole.min(end),
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => end,
+            Err(errno) => return Err(errno.into()),
+        };
+        next = data;
+        while next < hole {
+            if is_cancelled() {
+                return Ok(Completion::Cancelled);
+            }
+            match copy_some(from, to, next, (hole - next).min(COPY_BYTES))? {
+                // The file is shorter now.
+                0 => return Ok(Completion::Done),
+                bytes => next += bytes,
+            }
+        }
+    }
+    Ok(Completion::Done)
+}
+
+fn copy_some(from: &File, to: &File, offset: u64, bytes: u64) -> io::Result<u64> {
+    let (mut source, mut target) = (offset, offset);
+    let copied = rustix::fs::copy_file_range(
+        from,
+        Some(&mut source),
+        to,
+        Some(&mut target),
+        usize::try_from(bytes).unwrap_or(BUFFER_BYTES),
+    );
+    match copied {
+        Ok(bytes) => Ok(bytes as u64),
+        Err(Errno::XDEV | Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
+            let mut buffer =
+                vec![0; BUFFER_BYTES.min(usize::try_from(bytes).unwrap_or(usize::MAX))];
+            let read = from.read_at(&mut buffer, offset)?;
+            to.write_all_at(&buffer[..read], offset)?;
+            Ok(read as u64)
+        }
+        Err(errno) => Err(errno.into()),
+    }
 }
 
 /// Bytes written back at a time.
@@ -122,6 +192,32 @@ mod tests {
         let (pipe, _end) = io::pipe().unwrap();
         let pipe = File::from(std::os::fd::OwnedFd::from(pipe));
         assert!(write_back(&pipe, &|| false).is_err());
+    }
+
+    /// From the same file system, and from another, where the kernel may refuse to copy.
+    #[test]
+    fn copies_have_the_data_and_the_holes() {
+        let memory = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        for from in [tempfile::tempfile().unwrap(), memory.into()] {
+            for (offset, byte) in [(0, 1), (COPY_BYTES + 12_345, 2), (3 * COPY_BYTES, 3)] {
+                from.write_all_at(&vec![byte; 300 << 10], offset).unwrap();
+            }
+            let end = 4 * COPY_BYTES + 1;
+            from.set_len(end).unwrap();
+            let to = tempfile::tempfile().unwrap();
+            assert_eq!(copy_data(&from, &to, &|| false).unwrap(), Completion::Done);
+            let content = |file: &File| {
+                let mut bytes = vec![0; end as usize];
+                file.read_exact_at(&mut bytes, 0).unwrap();
+                bytes
+            };
+            assert!(content(&from) == content(&to));
+            let stat = rustix::fs::fstat(&to).unwrap();
+            assert_eq!(stat.st_size.unsigned_abs(), end);
+            assert!(stat.st_blocks < 4 << 10, "{}", stat.st_blocks);
+            let to = tempfile::tempfile().unwrap();
+            assert_eq!(copy_data(&from, &to, &|| true).unwrap(), Completion::Cancelled);
+        }
     }
 
     #[test]

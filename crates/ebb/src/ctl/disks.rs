@@ -88,6 +88,7 @@ fn describe(disk: &DiskInfo) -> String {
         DiskFormat::Raw => "raw",
         DiskFormat::Qcow2 => "qcow2",
     };
+    let path = disk.path.display();
     let size = bytes(disk.size_bytes);
     let readonly = if disk.readonly { ", read-only" } else { "" };
     let direct = if disk.direct { ", direct" } else { "" };
@@ -96,7 +97,7 @@ fn describe(disk: &DiskInfo) -> String {
     let written = bytes(requests.written_bytes);
     let discarded = bytes(requests.discarded_bytes);
     format!(
-        "{size}, {format}{readonly}{direct}; {read} read, {written} written, {discarded} discarded, \
+        "{path}: {size}, {format}{readonly}{direct}; {read} read, {written} written, {discarded} discarded, \
          {} errors",
         requests.errors
     )

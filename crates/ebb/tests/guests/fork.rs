@@ -254,32 +254,44 @@ fn what_each_has_alone(scene: &Scene) {
     let serving = parent.send(Command::VsockServe { port: 52, service: Service::Echo });
     parent.wait_started(serving);
     // Its disk is copied in the moment of the checkpoint.
-    parent.put("/vm/pause");
     let name = unique(scene, "own");
-    let report = checkpoint(scene, &parent, &name);
-    assert_eq!(report.paused_us, 0);
-    for number in 0..2 {
-        let (from, to) = (path("overlay"), path(&format!("overlay{number}")));
-        fs::copy(&from, &to).unwrap();
-        let modified = fs::metadata(&from).unwrap().modified().unwrap();
-        fs::File::options().write(true).open(&to).unwrap().set_modified(modified).unwrap();
-    }
-    parent.put("/vm/resume");
+    checkpoint(scene, &parent, &name);
     write(&parent, "parent");
+    // The same by hand, of a machine that is paused.
+    parent.put("/vm/pause");
+    let plain = unique(scene, "plain");
+    let socket = parent.socket().to_str().unwrap();
+    silently(scene, &["ctl", socket, "checkpoint", &plain, "--copy-disks", "off"]);
+    fs::copy(path("overlay"), path("by-hand")).unwrap();
+    let modified = fs::metadata(path("overlay")).unwrap().modified().unwrap();
+    let by_hand = fs::File::options().write(true).open(path("by-hand")).unwrap();
+    by_hand.set_modified(modified).unwrap();
+    parent.put("/vm/resume");
+    write(&parent, "newest");
 
-    let refused = |more: &[&str]| {
-        let api = path("refused");
-        let text = failure(scene, &[&["fork", &name, "--api", &api], more].concat());
-        assert!(!scene.path("refused").exists() && !scene.path("refused.vsock").exists(), "{text}");
+    let refused_of = |name: &str, api: &str, more: &[&str]| {
+        let text = failure(scene, &[&["fork", name, "--api", api], more].concat());
+        for left in ["refused", "refused.vsock", "refused.disk"] {
+            assert!(!scene.path(left).exists(), "{left}: {text}");
+        }
         text
     };
+    let refused = |more: &[&str]| refused_of(&name, &path("refused"), more);
     let other_vsock = format!("path={}", path("refused.vsock"));
     let text = refused(&["--vsock", &other_vsock]);
     assert!(text.contains("--disk path=FILE"), "{text}");
     assert!(refused(&["--disk", &disk, "--vsock", &other_vsock]).contains("in use"));
-    let first = format!("path={},overlay={}", path("base"), path("overlay0"));
-    assert!(refused(&["--disk", &first]).contains("--vsock path=PATH"));
-    fs::copy(path("overlay0"), path("changed")).unwrap();
+    let new = format!("path={},overlay={}", path("base"), path("refused.disk"));
+    assert!(refused(&["--disk", &new]).contains("--vsock path=PATH"));
+    let raw = format!("path={}", path("refused.disk"));
+    assert!(refused(&["--disk", &raw, "--vsock", &other_vsock]).contains("overlay=FILE"));
+    // After its disk was made.
+    let text = refused_of(&name, socket, &["--disk", &new, "--vsock", &other_vsock]);
+    assert!(text.contains("another process listens"), "{text}");
+    let more = ["--disk", &new, "--vsock", &other_vsock];
+    let text = refused_of(&plain, &path("refused"), &more);
+    assert!(text.contains("no copy"), "{text}");
+    fs::copy(path("overlay"), path("changed")).unwrap();
     let changed = format!("path={},overlay={}", path("base"), path("changed"));
     let text = refused(&["--disk", &changed, "--vsock", &other_vsock]);
     assert!(text.contains("--accept-changed-disks"), "{text}");
@@ -295,6 +307,14 @@ fn what_each_has_alone(scene: &Scene) {
     }
     let more = ["--disk", &disks, "--vsock", &sockets, "--cgroup", &cgroup];
     let forks = fork(scene, &name, "a", 2, &more);
+    let by_hand = format!("path={},overlay={}", path("base"), path("by-hand"));
+    let of_plain = format!("path={}", path("of-plain.vsock"));
+    let more = ["--disk", &by_hand, "--vsock", &of_plain];
+    check(&fork(scene, &plain, "of-plain", 1, &more)[0].guest, "parent");
+    let direct = format!("path={},overlay={}", path("base"), path("direct"));
+    let of_direct = format!("path={}", path("direct.vsock"));
+    let more = ["--disk", &direct, "--vsock", &of_direct];
+    check(&fork(scene, socket, "direct-", 1, &more)[0].guest, "newest");
     for (number, fork) in forks.iter().enumerate() {
         check(&fork.guest, "before");
         write(&fork.guest, &format!("fork-{number}"));
@@ -313,7 +333,7 @@ fn what_each_has_alone(scene: &Scene) {
     for (number, fork) in forks.iter().enumerate() {
         check(&fork.guest, &format!("fork-{number}"));
     }
-    check(&parent, "parent");
+    check(&parent, "newest");
     for (number, fork) in forks.into_iter().enumerate() {
         fork.guest.put("/vm/kill");
         fork.wait_end();
@@ -326,7 +346,7 @@ fn what_each_has_alone(scene: &Scene) {
         });
     }
     fs::remove_dir(&cgroups).unwrap();
-    silently(scene, &["checkpoints", "remove", &name]);
+    silently(scene, &["checkpoints", "remove", &name, &plain]);
 }
 
 /// A monitor, a checkpoint or a machine is killed in the middle, and the others go on.

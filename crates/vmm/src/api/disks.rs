@@ -21,6 +21,8 @@ pub struct DisksInfo {
 pub struct DiskInfo {
     /// Name of the device: disk0 and further.
     pub device: String,
+    /// The file that the guest's writes go to, or that it reads.
+    pub path: PathBuf,
     /// Format of its image.
     pub format: DiskFormat,
     /// Size that the guest knows.

@@ -143,10 +143,11 @@ impl TrimReport {
     }
 }
 
-/// `PUT /vm/checkpoint`: what comes with the request. Its one file descriptor (`SCM_RIGHTS`, with
+/// `PUT /vm/checkpoint`: what comes with the request. Its first file descriptor (`SCM_RIGHTS`, with
 /// the first bytes) is a unix socket that the checkpoint's process serves: a listening stream
-/// socket, or a connected packet socket, with whose end the checkpoint ends. `ebb ctl` and `ebb
-/// fork` send both.
+/// socket, or a connected packet socket, with whose end the checkpoint ends. Then there may be an
+/// empty file for each disk that is written to, which is filled with its image while the guest
+/// stands still. `ebb ctl` and `ebb fork` send all of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CheckpointTarget {
     /// Name of the checkpoint, which it reports to its clients: at most 64 letters, digits, `.`,

@@ -4,12 +4,13 @@ use std::fs::File;
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ebb_local_io::{ListenError, SocketFile};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::Mode;
+use rustix::fs::{Mode, OFlags};
 use rustix::net::sockopt::{Timeout, set_socket_passcred, set_socket_timeout};
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix,
@@ -24,12 +25,13 @@ use super::message::{
     SocketRequest, Stage, Start,
 };
 use crate::api::vm::{CheckpointReport, CheckpointTarget};
-use crate::api::{ApiError, ApiSocket, Client, ClientError};
-use crate::config::{DiskConfig, NetConfig, Switch, VsockOption};
+use crate::api::{ApiError, ApiSocket, Client, ClientError, DisksInfo};
+use crate::config::{DiskConfig, DiskFormat, NetConfig, Switch, VsockOption};
 use crate::devices::virtio::block::{DiskError, DiskFiles, DiskLock};
 use crate::devices::virtio::net::{NetError, open_all};
+use crate::file::{Access, copy_data, open_image};
 use crate::isolation::{CgroupConfig, Companion, CompanionError, IsolationError, KeptName};
-use crate::packet;
+use crate::packet::{self, Packet};
 use crate::vm::VSOCK_BACKLOG;
 
 /// How long a checkpoint may take for an answer, and a new machine to say something.
@@ -93,6 +95,53 @@ pub enum CheckpointError {
         /// How often it was given.
         given: usize,
     },
+    /// An image cannot be copied.
+    #[error(
+        "cannot copy the disk {}: {source}; --copy-disks off makes a checkpoint without copies, \
+         and each machine needs one of your own then",
+        path.display()
+    )]
+    Copy {
+        /// The image.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// Its copy would take too long.
+    #[error(
+        "the disk {} has more than {} MiB of data, which would be copied while the guest stands \
+         still, since its file system cannot share blocks (XFS and btrfs can); use overlay=, or \
+         pause the machine, make the checkpoint with --copy-disks off, and copy the disk yourself",
+        path.display(),
+        MOST_COPIED_BYTES >> 20
+    )]
+    TooLarge {
+        /// The image.
+        path: PathBuf,
+    },
+    /// There is no such image, and nothing to make it of.
+    #[error(
+        "there is no disk {}, and the checkpoint has no copy to make it of; it was made with \
+         --copy-disks off",
+        path.display()
+    )]
+    NoCopy {
+        /// The image.
+        path: PathBuf,
+    },
+    /// The image has another format.
+    #[error(
+        "the disk {} is to be made of a copy in the format {found}; give it as {remedy}",
+        path.display()
+    )]
+    CopyFormat {
+        /// The image.
+        path: PathBuf,
+        /// Format of the copy.
+        found: &'static str,
+        /// How it is given.
+        remedy: &'static str,
+    },
     /// passt cannot be passed on.
     #[error("--net user cannot be used for forked machines yet; give tap= or fd=")]
     User,
@@ -113,14 +162,23 @@ fn host<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> Checkpoin
     move |source| CheckpointError::Host { action, source: source.into() }
 }
 
-/// Makes a checkpoint of the machine behind `client`, whose process listens at `path` from then on.
+/// Makes a checkpoint of the machine behind `client`, whose process listens at `path` from then on,
+/// with copies of its disks or without them.
 ///
 /// # Errors
 /// [`CheckpointError`]; there is no such socket then, and no process that listens on it.
-pub fn keep(client: &Client, path: &Path, name: &str) -> Result<CheckpointReport, CheckpointError> {
+pub fn keep(
+    client: &Client,
+    path: &Path,
+    name: &str,
+    copies: Switch,
+) -> Result<CheckpointReport, CheckpointError> {
+    let copies = places_of_copies(client, copies)?;
     let (file, listener) = SocketFile::listen(path, Mode::RUSR | Mode::WUSR, BACKLOG)?;
     let target = CheckpointTarget { name: name.to_owned() };
-    let made = client.put_json_with("/vm/checkpoint", &target, &[listener.as_fd()]);
+    let mut descriptors = vec![listener.as_fd()];
+    descriptors.extend(copies.iter().map(AsFd::as_fd));
+    let made = client.put_json_with("/vm/checkpoint", &target, &descriptors);
     let report = made.inspect_err(|_| {
         // The machine may have ended after its monitor had forked.
         let _ = rustix::net::shutdown(&listener, Shutdown::Both);
@@ -128,6 +186,66 @@ pub fn keep(client: &Client, path: &Path, name: &str) -> Result<CheckpointReport
     // The name stays, for other clients.
     drop(file.into_entry());
     Ok(report)
+}
+
+/// Most data of an image that is copied while a guest stands still, where blocks cannot be shared.
+const MOST_COPIED_BYTES: u64 = 256 << 20;
+
+/// Files for the images of the disks that the machine behind `client` writes to: beside each, since
+/// only there may blocks be shared, and without names.
+fn places_of_copies(client: &Client, copies: Switch) -> Result<Vec<File>, CheckpointError> {
+    if !copies.is_on() {
+        return Ok(Vec::new());
+    }
+    let disks: DisksInfo = client.get("/disks")?;
+    let written = disks.disks.into_iter().filter(|disk| !disk.readonly);
+    written.map(|disk| place_of_copy(&disk.path)).collect()
+}
+
+fn place_of_copy(image: &Path) -> Result<File, CheckpointError> {
+    let failed = |source: io::Error| CheckpointError::Copy { path: image.to_owned(), source };
+    let folder = image.parent().unwrap_or(Path::new("/"));
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let open = rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR);
+    let place = File::from(open.map_err(|errno| failed(errno.into()))?);
+    let source = open_image(image, Access::Read).map_err(failed)?;
+    // Tried with what the image has now.
+    if rustix::fs::ioctl_ficlone(&place, &source).is_ok() {
+        place.set_len(0).map_err(failed)?;
+        return Ok(place);
+    }
+    let of_image = source.metadata().map_err(failed)?;
+    let data_bytes = of_image.blocks() * 512;
+    if data_bytes > MOST_COPIED_BYTES || !of_image.is_file() {
+        return Err(CheckpointError::TooLarge { path: image.to_owned() });
+    }
+    Ok(place)
+}
+
+/// A disk's image that was made for a machine. Removed when it is dropped, unless it is kept.
+struct NewImage(PathBuf);
+
+impl NewImage {
+    /// Makes it with the content of `copy`.
+    fn create(path: &Path, copy: &File) -> io::Result<Self> {
+        let mut options = File::options();
+        let options = options.read(true).write(true).create_new(true).mode(0o600);
+        let file = options.open(path)?;
+        let new = Self(path.to_owned());
+        let _done = copy_data(copy, &file, &|| false)?;
+        Ok(new)
+    }
+
+    fn keep(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for NewImage {
+    fn drop(&mut self) {
+        // Its user may have removed it already.
+        let _ = std::fs::remove_file(&self.0);
+    }
 }
 
 /// A connection with a checkpoint.
@@ -160,14 +278,21 @@ impl Held {
         connect().map_err(failed)
     }
 
-    /// Makes a checkpoint of the machine behind `client` that ends with the connection.
+    /// Makes a checkpoint of the machine behind `client` that ends with the connection, with copies
+    /// of its disks or without them.
     ///
     /// # Errors
     /// [`CheckpointError`]
-    pub fn of_running(client: &Client) -> Result<(Self, CheckpointReport), CheckpointError> {
+    pub fn of_running(
+        client: &Client,
+        copies: Switch,
+    ) -> Result<(Self, CheckpointReport), CheckpointError> {
+        let copies = places_of_copies(client, copies)?;
         let (ours, theirs) = packet::pair().map_err(host("create a socket pair"))?;
         let target = CheckpointTarget { name: UNNAMED.to_owned() };
-        let report = client.put_json_with("/vm/checkpoint", &target, &[theirs.as_fd()])?;
+        let mut descriptors = vec![theirs.as_fd()];
+        descriptors.extend(copies.iter().map(AsFd::as_fd));
+        let report = client.put_json_with("/vm/checkpoint", &target, &descriptors)?;
         Ok((Self::over(ours).map_err(host("set up a socket"))?, report))
     }
 
@@ -185,8 +310,9 @@ impl Held {
     /// # Errors
     /// [`CheckpointError::Gone`]
     pub fn info(&self) -> Result<(CheckpointInfo, Option<Pid>), CheckpointError> {
-        match self.call(&Request::Info, &[])? {
-            (Answer::Info(info), sender) => Ok((info, sender)),
+        let Packet { message, sender, .. } = self.call(&Request::Info, &[])?;
+        match message {
+            Answer::Info(info) => Ok((info, sender)),
             _ => Err(CheckpointError::Gone(io::ErrorKind::InvalidData.into())),
         }
     }
@@ -199,18 +325,32 @@ impl Held {
         self.call(&Request::End, &[]).map(drop)
     }
 
+    /// For each disk the format and the file of its image's copy, if there is one.
+    fn disk_copies(&self) -> Result<Vec<Option<(DiskFormat, File)>>, CheckpointError> {
+        let Packet { message, descriptors, .. } = self.call(&Request::Disks, &[])?;
+        let wrong = || CheckpointError::Gone(io::ErrorKind::InvalidData.into());
+        let Answer::Disks { formats } = message else { return Err(wrong()) };
+        let mut files = descriptors.into_iter().map(File::from);
+        let mut file_of = |format: DiskFormat| {
+            // The process may be in the hands of a guest: nothing else is read from.
+            let is_file = |file: &File| file.metadata().is_ok_and(|file| file.is_file());
+            Ok((format, files.next().filter(is_file).ok_or_else(wrong)?))
+        };
+        formats.into_iter().map(|format| format.map(&mut file_of).transpose()).collect()
+    }
+
     fn call(
         &self,
         request: &Request,
         descriptors: &[BorrowedFd<'_>],
-    ) -> Result<(Answer, Option<Pid>), CheckpointError> {
+    ) -> Result<Packet<Answer>, CheckpointError> {
         packet::send(&self.socket, request, descriptors).map_err(CheckpointError::Gone)?;
         let packet = packet::receive_packet(&self.socket).map_err(CheckpointError::Gone)?;
         let packet =
             packet.ok_or_else(|| CheckpointError::Gone(io::ErrorKind::UnexpectedEof.into()))?;
         match packet.message {
             Answer::Refused { error } => Err(CheckpointError::Refused(error)),
-            answer => Ok((answer, packet.sender)),
+            _ => Ok(packet),
         }
     }
 }
@@ -222,7 +362,8 @@ pub struct ForkOptions {
     pub api: Option<PathBuf>,
     /// Its socket device, if the machine has one.
     pub vsock: Option<VsockOption>,
-    /// Its disks, in order.
+    /// Its disks, in order. Those that are written to and do not exist are made of the checkpoint's
+    /// copies.
     pub disks: Vec<DiskConfig>,
     /// Its network devices, in order.
     pub nets: Vec<NetConfig>,
@@ -246,11 +387,22 @@ struct Opened {
     request: ForkRequest,
     descriptors: Vec<OwnedFd>,
     names: Vec<KeptName>,
+    images: Vec<NewImage>,
     /// Dropped last: it ends when no connection is left.
     companion: Option<Companion>,
 }
 
+/// Whether the disk is written to, and its image does not exist.
+fn is_missing(disk: &DiskConfig) -> bool {
+    !disk.readonly.is_on() && !disk.top().exists()
+}
+
 impl ForkOptions {
+    /// Whether a disk is to be made of the checkpoint's copy.
+    pub fn needs_copies(&self) -> bool {
+        self.disks.iter().any(is_missing)
+    }
+
     /// Whether something must be removed at the end of the machine, or connected to.
     fn needs_companion(&self) -> bool {
         self.api.is_some() || self.vsock.is_some() || self.cgroup.is_some()
@@ -285,6 +437,8 @@ pub struct Forks<'a> {
     held: &'a Held,
     /// Splits off the companion of each machine.
     companion: Option<Companion>,
+    /// Of the disks, once one was needed.
+    copies: Option<Vec<Option<(DiskFormat, File)>>>,
     coming: Vec<Coming>,
 }
 
@@ -301,7 +455,7 @@ struct Coming {
 impl<'a> Forks<'a> {
     /// Machines of a checkpoint.
     pub fn of(held: &'a Held) -> Self {
-        Self { held, companion: None, coming: Vec::new() }
+        Self { held, companion: None, copies: None, coming: Vec::new() }
     }
 
     /// How many do not run yet.
@@ -320,7 +474,8 @@ impl<'a> Forks<'a> {
         log: BorrowedFd<'_>,
     ) -> Result<(), CheckpointError> {
         let companion = options.needs_companion().then(|| self.split_companion(log)).transpose()?;
-        let mut opened = Opened::open(options, companion)?;
+        let images = self.make_disks(&options.disks)?;
+        let mut opened = Opened::open(options, companion, images)?;
         let (status, theirs) = packet::pair().map_err(host("create a socket pair"))?;
         set_socket_passcred(&status, true).map_err(host("set up a socket"))?;
         for direction in [Timeout::Recv, Timeout::Send] {
@@ -334,6 +489,43 @@ impl<'a> Forks<'a> {
         opened.descriptors.clear();
         self.coming.push(Coming { number, opened, status, is_born: false });
         Ok(())
+    }
+
+    /// Makes the images that do not exist: for each disk one or none.
+    fn make_disks(
+        &mut self,
+        disks: &[DiskConfig],
+    ) -> Result<Vec<Option<NewImage>>, CheckpointError> {
+        disks.iter().enumerate().map(|(index, disk)| self.make_disk(index, disk)).collect()
+    }
+
+    fn make_disk(
+        &mut self,
+        index: usize,
+        disk: &DiskConfig,
+    ) -> Result<Option<NewImage>, CheckpointError> {
+        if !is_missing(disk) {
+            return Ok(None);
+        }
+        let path = disk.top();
+        let copies = match &mut self.copies {
+            Some(copies) => copies,
+            copies => copies.insert(self.held.disk_copies()?),
+        };
+        let Some(Some((format, copy))) = copies.get(index) else {
+            return Err(CheckpointError::NoCopy { path: path.to_owned() });
+        };
+        let wanted = if disk.overlay.is_some() { DiskFormat::Qcow2 } else { disk.format };
+        if *format != wanted {
+            let (found, remedy) = match format {
+                DiskFormat::Raw => ("raw", "path=FILE"),
+                DiskFormat::Qcow2 => ("qcow2", "path=BASE,overlay=FILE or path=FILE,format=qcow2"),
+            };
+            return Err(CheckpointError::CopyFormat { path: path.to_owned(), found, remedy });
+        }
+        let image = NewImage::create(path, copy);
+        let failed = |source| DiskError::Open { path: path.to_owned(), source };
+        Ok(Some(image.map_err(failed)?))
     }
 
     fn split_companion(&mut self, log: BorrowedFd<'_>) -> Result<Companion, CheckpointError> {
@@ -358,6 +550,7 @@ impl<'a> Forks<'a> {
             if result.is_ok() {
                 // From here on its companion serves it alone.
                 opened.names.into_iter().for_each(KeptName::leave);
+                opened.images.into_iter().for_each(NewImage::keep);
             }
             return Some((number, result));
         }
@@ -427,7 +620,11 @@ fn own_files(pid: Pid, names: &[String]) -> Result<Vec<File>, CheckpointError> {
 }
 
 impl Opened {
-    fn open(options: &ForkOptions, companion: Option<Companion>) -> Result<Self, CheckpointError> {
+    fn open(
+        options: &ForkOptions,
+        companion: Option<Companion>,
+        images: Vec<Option<NewImage>>,
+    ) -> Result<Self, CheckpointError> {
         let absolute =
             |path: &Path| std::path::absolute(path).map_err(host("find the working directory"));
         // In the order of the request's fields.
@@ -469,14 +666,14 @@ impl Opened {
             descriptors.push(listener);
             descriptors.push(link.into_fd());
         }
-        for disk in &options.disks {
+        for (disk, image) in options.disks.iter().zip(&images) {
             let mut disk = disk.clone();
             disk.path = absolute(&disk.path)?;
             disk.overlay = disk.overlay.as_deref().map(absolute).transpose()?;
             let DiskFiles { top, writeback, base } = DiskFiles::open(&disk, DiskLock::Now)?;
             let files = [Some(top), writeback, base];
             descriptors.extend(files.into_iter().flatten().map(OwnedFd::from));
-            request.disks.push(DiskRequest::of(&disk));
+            request.disks.push(DiskRequest::of(&disk, image.is_some()));
         }
         for (net, open) in options.nets.iter().zip(open_all(&options.nets)?) {
             let descriptor = open.descriptor().ok_or(CheckpointError::User)?;
@@ -484,6 +681,7 @@ impl Opened {
             descriptors.push(descriptor);
             request.nets.push(NetRequest::of(net));
         }
-        Ok(Self { request, descriptors, names, companion })
+        let images = images.into_iter().flatten().collect();
+        Ok(Self { request, descriptors, names, images, companion })
     }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::{DiskConfig, NetConfig, RateLimits, Switch};
+use crate::config::{DiskConfig, DiskFormat, NetConfig, RateLimits, Switch};
 
 /// Files of /proc/PID that a monitor reads about itself. A forked machine's monitor cannot open its
 /// own: the client does.
@@ -19,6 +19,8 @@ pub(crate) enum Request {
     /// Make a machine. The descriptors are, in this order: a packet socket over which the machine's
     /// monitor reports its [`Stage`]s, its standard error, then those of the [`ForkRequest`].
     Fork(Box<ForkRequest>),
+    /// Pass the copies of the disks.
+    Disks,
     /// End. Machines that were made go on.
     End,
 }
@@ -29,6 +31,9 @@ pub(crate) enum Request {
 pub(crate) enum Answer {
     /// To [`Request::Info`].
     Info(CheckpointInfo),
+    /// To [`Request::Disks`]: for each disk the format of its image's copy, if there is one. The
+    /// copies follow as descriptors.
+    Disks { formats: Vec<Option<DiskFormat>> },
     /// The request is carried out.
     Done,
     /// It is not.
@@ -103,11 +108,13 @@ pub(crate) struct DiskRequest {
     pub config: DiskConfig,
     pub direct: Switch,
     pub limits: RateLimits,
+    /// Whether its image is a copy from the checkpoint.
+    pub is_copy: bool,
 }
 
 impl DiskRequest {
-    pub(crate) fn of(config: &DiskConfig) -> Self {
-        Self { config: config.clone(), direct: config.direct, limits: config.limits }
+    pub(crate) fn of(config: &DiskConfig, is_copy: bool) -> Self {
+        Self { config: config.clone(), direct: config.direct, limits: config.limits, is_copy }
     }
 
     pub(crate) fn into_config(self) -> DiskConfig {

@@ -19,6 +19,13 @@ pub(super) struct NamedDisk {
     pub transport: Arc<Mutex<MmioTransport<Block>>>,
 }
 
+impl NamedDisk {
+    /// Whether the guest's writes are refused.
+    pub(super) fn is_readonly(&self) -> bool {
+        lock(&self.transport).device().readonly().is_on()
+    }
+}
+
 impl Vm {
     pub(super) fn disks(&self) -> DisksInfo {
         let info = |disk: &NamedDisk| {

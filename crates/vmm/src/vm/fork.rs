@@ -21,12 +21,17 @@ use std::time::{Duration, Instant};
 use kvm_ioctls::Kvm;
 use rustix::fs::FileType;
 use rustix::net::SocketType;
+use rustix::net::sockopt::{socket_acceptconn, socket_type};
 
-use super::task::{Task, TaskKind};
+use super::disks::NamedDisk;
+use super::save::Failure;
+use super::task::{Task, TaskKind, Ticket};
 use super::{Vm, VmError, lock};
 use crate::api::control::{ControlError, Document, Outcome};
 use crate::api::vm::{CheckpointReport, CheckpointTarget, VmState};
+use crate::config::DiskFormat;
 use crate::cpu::Vcpu;
+use crate::file::{Completion, copy_data};
 use crate::forked::{Side, fork};
 #[cfg(any(test, feature = "testing"))]
 pub use fuzzing::fuzz_fork_requests;
@@ -85,6 +90,14 @@ pub(super) fn keep_to_process(vcpu: &mut Vcpu, kvm: &Kvm) -> Result<(), VmError>
 struct Order {
     name: String,
     socket: OwnedFd,
+    /// Empty files for the disks that are written to, or none.
+    copies: Vec<File>,
+}
+
+/// A disk's image as it was at a checkpoint.
+struct DiskCopy {
+    format: DiskFormat,
+    file: File,
 }
 
 impl Order {
@@ -97,13 +110,30 @@ impl Order {
                 remedy: Some("choose another name".to_owned()),
             });
         }
-        let [socket] = <[OwnedFd; 1]>::try_from(descriptors).map_err(|_| wrong_socket())?;
-        Ok(Self { name: target.name, socket })
+        let mut descriptors = descriptors.into_iter();
+        let socket = descriptors.next().ok_or_else(wrong_socket)?;
+        Ok(Self { name: target.name, socket, copies: descriptors.map(File::from).collect() })
     }
 
-    /// Whether the socket is one that a checkpoint can serve.
-    fn check(&self) -> Result<(), ControlError> {
-        use rustix::net::sockopt::{socket_acceptconn, socket_type};
+    /// Whether the socket is one that a checkpoint can serve, and the files are for `disks` images.
+    fn check(&self, disks: usize) -> Result<(), ControlError> {
+        let is_file = |file: &File| {
+            let kind = rustix::fs::fstat(file).map(|stat| FileType::from_raw_mode(stat.st_mode));
+            kind == Ok(FileType::RegularFile)
+        };
+        if !self.copies.is_empty()
+            && (self.copies.len() != disks || !self.copies.iter().all(is_file))
+        {
+            return Err(ControlError::Invalid {
+                field: "disks",
+                message: format!("one file for each of {disks} disks must follow the socket"),
+                remedy: Some(
+                    "`ebb ctl SOCKET checkpoint NAME` creates and passes them; give none for a \
+                     checkpoint without copies of disks"
+                        .to_owned(),
+                ),
+            });
+        }
         let kind = rustix::fs::fstat(&self.socket).map_err(ControlError::failed)?.st_mode;
         if FileType::from_raw_mode(kind) != FileType::Socket {
             return Err(wrong_socket());
@@ -134,7 +164,7 @@ pub(super) fn check_request(
     target: CheckpointTarget,
     descriptors: Vec<OwnedFd>,
 ) -> Result<(), ControlError> {
-    Order::new(target, descriptors)?.check()
+    Order::new(target, descriptors)?.check(2)
 }
 
 impl Vm {
@@ -155,13 +185,17 @@ impl Vm {
             state => return Err(ControlError::not_running(state)),
         }
         let order = Order::new(target, descriptors)?;
-        self.migrations.ask_task(Task::new(TaskKind::Checkpoint, move |vm, _| {
-            vm.make_checkpoint(order).map(Document::Checkpoint)
+        self.migrations.ask_task(Task::new(TaskKind::Checkpoint, move |vm, ticket| {
+            vm.make_checkpoint(order, ticket).map(Document::Checkpoint)
         }))
     }
 
     /// Stops the machine, forks, and continues it. In the new process this does not return.
-    fn make_checkpoint(&self, order: Order) -> Result<CheckpointReport, ControlError> {
+    fn make_checkpoint(
+        &self,
+        order: Order,
+        ticket: &Ticket,
+    ) -> Result<CheckpointReport, ControlError> {
         let forkable = self.forkable.as_ref().ok_or_else(|| TaskKind::Checkpoint.cancelled())?;
         if let Some(reason) = self.ram.why_not_forkable() {
             let message = format!("no checkpoint: {reason}");
@@ -170,10 +204,13 @@ impl Vm {
         // Ended checkpoints leave nothing behind; the monitor waits for no process.
         // SAFETY: changes the disposition of a signal that no handler is installed for.
         unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
-        order.check()?;
-        let name = order.name.clone();
+        let written = self.disks.iter().filter(|disk| !disk.is_readonly()).count();
+        order.check(written)?;
+        let Order { name, socket, copies } = order;
+        let name_there = name.clone();
         let work = || {
             let state = self.capture()?;
+            let copies = self.copy_disks(copies, ticket)?;
             let image = self.image.as_ref().map(|image| lock(image).try_clone()).transpose();
             let image = image.map_err(VmError::host("duplicate a descriptor"))?;
             let begun = Instant::now();
@@ -187,8 +224,8 @@ impl Vm {
                     drop(still);
                     log.forget_thread();
                     let parent = forkable.parent.clone();
-                    Template::new(self, forkable, state, image, order.name, parent)
-                        .hold(order.socket)
+                    Template::new(self, forkable, state, image, copies, name_there, parent)
+                        .hold(socket)
                 }
                 Ok(Side::Old { new }) => Ok((new, begun.elapsed())),
                 Err(error) => Err(VmError::host("fork the monitor")(error).into()),
@@ -201,6 +238,31 @@ impl Vm {
             paused_us: microseconds(paused),
             forked_us: microseconds(forked),
         })
+    }
+}
+
+impl Vm {
+    /// Copies the images of the disks that are written to. All requests are settled.
+    fn copy_disks(
+        &self,
+        files: Vec<File>,
+        ticket: &Ticket,
+    ) -> Result<Vec<Option<DiskCopy>>, Failure> {
+        let mut files = files.into_iter();
+        let copy = |disk: &NamedDisk| {
+            if disk.is_readonly() {
+                return Ok(None);
+            }
+            let Some(file) = files.next() else { return Ok(None) };
+            let transport = lock(&disk.transport);
+            let image = transport.device();
+            let copied = copy_data(image.file(), &file, &|| ticket.is_cancelled());
+            match copied.map_err(VmError::host("copy a disk's image"))? {
+                Completion::Done => Ok(Some(DiskCopy { format: image.info().format, file })),
+                Completion::Cancelled => Err(Failure::Cancelled),
+            }
+        };
+        self.disks.iter().map(copy).collect()
     }
 }
 

@@ -127,7 +127,7 @@ impl Block {
             disk: Arc::new(Disk::new(image, memory, to_sectors(bytes), index)),
             pool: None,
             readonly: config.readonly.is_on(),
-            path: config.top().to_owned(),
+            path: std::path::absolute(config.top()).unwrap_or_else(|_| config.top().to_owned()),
             base_path: config.path.clone(),
             queue: None,
             has_indirect: false,
@@ -158,6 +158,7 @@ impl Block {
         let disk = &self.disk;
         DiskInfo {
             device: String::new(),
+            path: self.path.clone(),
             format: disk.image.format(),
             size_bytes: disk.sectors() * SECTOR_BYTES,
             readonly: self.readonly,
@@ -208,6 +209,12 @@ impl Block {
     /// Path of its image, or of the one that it is an overlay of.
     pub fn base_path(&self) -> &Path {
         &self.base_path
+    }
+
+    /// The file that the guest's writes go to, or that it reads, for reading by way of the page
+    /// cache.
+    pub fn file(&self) -> &File {
+        self.writeback.as_ref().unwrap_or(self.disk.image.file())
     }
 
     /// Whether the guest's writes are refused.

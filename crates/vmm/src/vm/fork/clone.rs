@@ -118,10 +118,13 @@ impl Template<'_> {
 
         let state = self.state.take().ok_or_else(|| failed("its state is gone"))?;
         let (paused, accepts_changes) = (request.paused, request.accept_changed_disks);
+        let are_copies: Vec<bool> = request.disks.iter().map(|disk| disk.is_copy).collect();
         let own = Own::receive(request, &mut descriptors, &self.vm.config)?;
         let Own { config, resources, companion, api } = own;
         if !accepts_changes {
-            let files = resources.disks.iter().map(|files| rustix::fs::fstat(&files.top).ok());
+            let files = resources.disks.iter().zip(are_copies).map(|(files, is_copy)| {
+                if is_copy { None } else { rustix::fs::fstat(&files.top).ok() }
+            });
             state.check_disk_files(&config.disks, files)?;
         }
         // SAFETY: nothing of the other processes' machine is used any more.

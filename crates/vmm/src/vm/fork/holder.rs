@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags};
 
-use super::Forkable;
+use super::{DiskCopy, Forkable};
 use crate::boot::BootImage;
 use crate::checkpoint::{Answer, CheckpointInfo, ForkRequest, Request};
 use crate::forked::{Side, close_others, fork, redirect};
@@ -29,6 +29,8 @@ pub(super) struct Template<'a> {
     /// Taken by the one machine that is made in a process.
     pub state: Option<MachineState>,
     pub image: Option<BootImage>,
+    /// For each disk, if it was copied.
+    copies: Vec<Option<DiskCopy>>,
     pub info: CheckpointInfo,
 }
 
@@ -45,6 +47,7 @@ impl<'a> Template<'a> {
         forkable: &'a Forkable,
         state: MachineState,
         image: Option<BootImage>,
+        copies: Vec<Option<DiskCopy>>,
         name: String,
         parent: Option<String>,
     ) -> Self {
@@ -59,7 +62,7 @@ impl<'a> Template<'a> {
             vsock: vm.config.vsock.is_some(),
             forks: 0,
         };
-        Self { vm, forkable, state: Some(state), image, info }
+        Self { vm, forkable, state: Some(state), image, copies, info }
     }
 
     /// Holds it until a client ends it. Only in a forked process.
@@ -82,7 +85,8 @@ impl<'a> Template<'a> {
         let files = self.vm.ram.process_files().into_iter().map(|(_, file)| file);
         let image = self.image.iter().flat_map(BootImage::descriptors);
         let restored = self.vm.ram.restored_file();
-        own.into_iter().chain(files).chain(image).chain(restored).collect()
+        let copies = self.copies.iter().flatten().map(|copy| copy.file.as_raw_fd());
+        own.into_iter().chain(files).chain(image).chain(restored).chain(copies).collect()
     }
 
     /// Leaves the terminal and the signals of the other process.
@@ -157,12 +161,19 @@ impl<'a> Template<'a> {
         let Ok(Some((request, descriptors))) = packet::receive::<Request>(client) else {
             return Next::NoClient;
         };
+        let mut files = Vec::new();
         let (answer, next) = match request {
+            Request::Disks => {
+                files.extend(self.copies.iter().flatten().map(|copy| copy.file.as_fd()));
+                let format = |copy: &Option<DiskCopy>| copy.as_ref().map(|copy| copy.format);
+                let formats = self.copies.iter().map(format).collect();
+                (Answer::Disks { formats }, Next::Client)
+            }
             Request::Info => (Answer::Info(self.info.clone()), Next::Client),
             Request::End => (Answer::Done, Next::End),
             Request::Fork(request) => (self.fork(*request, descriptors), Next::Client),
         };
-        match packet::send(client, &answer, &[]) {
+        match packet::send(client, &answer, &files) {
             Err(_) if matches!(next, Next::Client) => Next::NoClient,
             _ => next,
         }

@@ -28,7 +28,7 @@ fn request() -> ForkRequest {
         companion: true,
         api: socket("/run/api", 0),
         vsock: socket("/run/vsock", 1),
-        disks: disks.iter().map(DiskRequest::of).collect(),
+        disks: disks.iter().map(|disk| DiskRequest::of(disk, false)).collect(),
         nets: vec![NetRequest::of(&net)],
         ..ForkRequest::default()
     }
