@@ -88,7 +88,7 @@ fn describe(disk: &DiskInfo) -> String {
         DiskFormat::Raw => "raw",
         DiskFormat::Qcow2 => "qcow2",
     };
-    let path = disk.path.display();
+    let path = ebb_program::printable(&disk.path.to_string_lossy());
     let size = bytes(disk.size_bytes);
     let readonly = if disk.readonly { ", read-only" } else { "" };
     let direct = if disk.direct { ", direct" } else { "" };

@@ -292,7 +292,7 @@ fn a_snapshot_is_created_with_the_rights_of_the_client() {
 #[test]
 fn disks_are_shown_and_resized() {
     let machine = machine(Mood::Willing);
-    let shown = "1.0 GiB, raw; 12.0 KiB read, 0 B written, 0 B discarded, 0 errors";
+    let shown = "/image: 1.0 GiB, raw; 12.0 KiB read, 0 B written, 0 B discarded, 0 errors";
     assert_eq!(value(&machine.ctl("disks"), "disk0"), shown);
     let table = machine.ctl("disks resize disk0");
     assert_eq!(value(&table, "disk0"), shown.replace("1.0 GiB", "2.0 GiB"));

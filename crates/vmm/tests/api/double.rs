@@ -542,7 +542,13 @@ impl TestVm {
     fn disks(&self) -> Result<DisksInfo, ControlError> {
         let size_bytes = self.change(Needs::Nothing)?.disk_bytes;
         let requests = DiskRequests { reads: 3, read_bytes: 12 << 10, ..DiskRequests::default() };
-        let disk = DiskInfo { device: "disk0".into(), size_bytes, requests, ..DiskInfo::default() };
+        let disk = DiskInfo {
+            device: "disk0".into(),
+            path: "/image".into(),
+            size_bytes,
+            requests,
+            ..DiskInfo::default()
+        };
         Ok(DisksInfo { disks: vec![disk] })
     }
 
