@@ -345,3 +345,37 @@ impl Scene {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// It would be ended with those of the time before the restore.
+    #[test]
+    fn a_new_connection_waits_until_the_guest_has_ended_the_old_ones() {
+        for is_slow in [false, true] {
+            let mut scene = Scene::new().unwrap();
+            let used = |scene: &Scene, queue: usize| -> u16 {
+                scene.memory.read_obj(GuestAddress(RINGS[queue] + USED + 2)).unwrap()
+            };
+            let state = scene.device.save();
+            scene.device.restore(&state, Some((0, queues()))).unwrap();
+            for queue in [RX, RX, EVENT, EVENT] {
+                scene.buffer(&mut Input::new(&[1]), queue);
+            }
+            scene.process();
+            assert_eq!((used(&scene, EVENT), used(&scene, RX)), (1, 0));
+            let _client = scene.host.client(b"CONNECT 52\n").unwrap();
+            scene.process();
+            assert_eq!(used(&scene, RX), 0);
+            if is_slow {
+                let until = scene.device.deadline().unwrap();
+                scene.device.on_timer(until);
+            } else {
+                scene.buffer(&mut Input::new(&[1]), EVENT);
+                scene.process();
+            }
+            assert_eq!((used(&scene, EVENT), used(&scene, RX)), (1, 1));
+        }
+    }
+}

@@ -19,8 +19,10 @@ mod testing;
 mod tests;
 
 use std::io::{self, Write as _};
+use std::num::Wrapping;
 use std::os::fd::OwnedFd;
-use std::time::Instant;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use ebb_guest_ram::GuestMemory;
 use rustix::event::PollFlags;
@@ -55,6 +57,9 @@ const BYTES_A_CALL: usize = 1 << 20;
 /// `VIRTIO_VSOCK_EVENT_TRANSPORT_RESET` (section 5.10.6.7).
 const TRANSPORT_RESET: u32 = 0;
 
+/// How long a guest may take to end its connections before it gets packets of new ones.
+const RESET_PATIENCE: Duration = Duration::from_secs(2);
+
 /// Most connections.
 const MOST_CONNECTIONS: u64 = 4096;
 /// Descriptors that the rest of the monitor needs.
@@ -73,10 +78,26 @@ pub struct Vsock {
     /// The queues in order; empty before activation.
     queues: Vec<Queue>,
     muxer: Muxer,
-    /// The guest must be informed that its connections have ended.
-    owes_reset: bool,
+    reset: Reset,
     /// Data on its way.
     buffer: Vec<u8>,
+}
+
+/// Whether the guest knows that its connections have ended.
+#[derive(Clone, Copy)]
+enum Reset {
+    /// It does, or had none.
+    Known,
+    /// It must be informed.
+    Owed,
+    /// It was. It would end new connections, too, until it has handled the event: then it gives the
+    /// buffer back, as Linux does (net/vmw_vsock/virtio_transport.c, `virtio_transport_event_work`).
+    Told {
+        /// Index of the next event buffer that it gives.
+        next: Wrapping<u16>,
+        /// It has handled the event by then.
+        until: Instant,
+    },
 }
 
 impl Vsock {
@@ -99,7 +120,7 @@ impl Vsock {
             memory,
             queues: Vec::new(),
             muxer,
-            owes_reset: false,
+            reset: Reset::Known,
             buffer: vec![0; MOST_DATA_BYTES],
         })
     }
@@ -164,6 +185,9 @@ impl Vsock {
     /// Gives packets to the guest, as far as it has buffers.
     fn give_packets(&mut self, now: Instant) -> Work {
         let mut work = Work::default();
+        if self.must_wait(now) {
+            return work;
+        }
         let mut bytes = 0;
         let Some(queue) = self.queues.get_mut(RX).filter(|queue| queue.ready()) else {
             return work;
@@ -211,12 +235,12 @@ impl Vsock {
     }
 
     /// Informs the guest that its connections have ended, when it has a buffer for that.
-    fn give_event(&mut self) -> Work {
+    fn give_event(&mut self, now: Instant) -> Work {
         let mut work = Work::default();
         let Some(queue) = self.queues.get_mut(EVENT).filter(|queue| queue.ready()) else {
             return work;
         };
-        if !self.owes_reset {
+        if !matches!(self.reset, Reset::Owed) {
             return work;
         }
         let Some(chain) = queue.pop_descriptor_chain(&self.memory) else { return work };
@@ -226,11 +250,29 @@ impl Vsock {
         let writer = (!refused).then(|| chain.writer(&self.memory).ok()).flatten();
         let is_written = writer.is_some_and(|mut writer| writer.write_all(&event).is_ok());
         let used = if is_written { event.len() as u32 } else { 0 };
-        self.owes_reset = !is_written;
+        if is_written {
+            let next = queue.avail_idx(&self.memory, Ordering::Acquire);
+            let told = |next| Reset::Told { next, until: now + RESET_PATIENCE };
+            self.reset = next.map_or(Reset::Known, told);
+        }
         work.interrupt = queue.add_used(&self.memory, head, used).is_ok();
         // An unsuitable buffer: perhaps the next one.
-        work.more = work.interrupt && self.owes_reset;
+        work.more = work.interrupt && !is_written;
         work
+    }
+
+    /// Whether the guest would end what it gets now.
+    fn must_wait(&mut self, now: Instant) -> bool {
+        if let Reset::Told { next, until } = self.reset {
+            let event = self.queues.get(EVENT).map(|queue| {
+                queue.avail_idx(&self.memory, Ordering::Acquire).is_ok_and(|now| now == next)
+            });
+            if now < until && event == Some(true) {
+                return true;
+            }
+            self.reset = Reset::Known;
+        }
+        false
     }
 
     fn with_packets(&mut self, mut work: Work, now: Instant) -> Work {
@@ -299,12 +341,19 @@ impl VirtioDevice for Vsock {
                 let work = self.take_packets(now);
                 self.with_packets(work, now)
             }
-            _ => self.give_event(),
+            _ => {
+                let work = self.give_event(now);
+                self.with_packets(work, now)
+            }
         }
     }
 
     fn deadline(&self) -> Option<Instant> {
-        self.muxer.deadline()
+        let until = match self.reset {
+            Reset::Told { until, .. } => Some(until),
+            _ => None,
+        };
+        self.muxer.deadline().into_iter().chain(until).min()
     }
 
     fn on_timer(&mut self, now: Instant) -> Work {
@@ -329,7 +378,7 @@ impl VirtioDevice for Vsock {
     fn reset(&mut self) {
         self.queues.clear();
         self.muxer.clear();
-        self.owes_reset = false;
+        self.reset = Reset::Known;
     }
 
     fn queue_states(&self) -> Vec<QueueState> {
@@ -352,7 +401,7 @@ impl VirtioDevice for Vsock {
         };
         let Some((features, queues)) = driver else { return Ok(()) };
         self.activate(features, queues)?;
-        self.owes_reset = true;
+        self.reset = Reset::Owed;
         Ok(())
     }
 }
