@@ -21,6 +21,7 @@ use serde_json::json;
 
 use crate::checkpoints;
 use crate::flags::{Settings, word};
+use crate::hooks;
 
 mod disks;
 mod free_pages;
@@ -107,6 +108,9 @@ enum Command {
         /// not exist yet
         #[arg(long, default_value = "on", value_parser = word::<Switch>())]
         copy_disks: Switch,
+        /// Have the guest's agent run the scripts in /etc/ebb/fork.d before and after it
+        #[arg(long, default_value = "on", value_parser = word::<Switch>())]
+        hooks: Switch,
     },
     /// End it at once, like pulling the plug
     Kill,
@@ -216,9 +220,11 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
             let file = Path::new(&target);
             show(out, form, &take_snapshot(&client, file)?, snapshot_rows)
         }
-        Command::Checkpoint { target, copy_disks } => {
+        Command::Checkpoint { target, copy_disks, hooks } => {
             let place = checkpoints::place(&target)?;
-            let report = checkpoint::keep(&client, &place, &target, copy_disks)?;
+            let report = hooks::around(&client, hooks, || {
+                Ok(checkpoint::keep(&client, &place, &target, copy_disks)?)
+            })?;
             show(out, form, &report, checkpoint_rows)
         }
         Command::Kill => show(out, form, &client.put("/vm/kill")?, state_row),

@@ -1,17 +1,18 @@
 //! `ebb fork`: machines from a running one, or from a checkpoint in memory.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use ebb_vmm::api::Client;
-use ebb_vmm::checkpoint::{ForkOptions, Forked, Forks, Held};
+use ebb_vmm::checkpoint::{CheckpointError, ForkOptions, Forked, Forks, Held};
 use ebb_vmm::config::net::NET_FORM;
 use ebb_vmm::config::options::{CGROUP_FORM, DISK_FORM};
 use ebb_vmm::config::vsock::VSOCK_FORM;
@@ -21,6 +22,8 @@ use ebb_vmm::size::ByteSize;
 use serde::Serialize;
 
 use crate::checkpoints;
+use crate::flags::word;
+use crate::hooks;
 
 const AFTER_HELP: &str = "\
 Each machine continues where the checkpoint was made, with memory of its own that is shared until it
@@ -39,6 +42,8 @@ Example: ebb ctl /run/ebb.sock checkpoint ready
 
 /// How long a monitor may take to make a checkpoint.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Guests that may be waited for at a time.
+const MOST_ANSWERS: usize = 64;
 /// Machines that are made side by side.
 const AT_ONCE: usize = 8;
 /// Most machines of a call.
@@ -85,6 +90,10 @@ pub struct Args {
     /// time of the original
     #[arg(long)]
     accept_changed_disks: bool,
+    /// Have the guests' agents make their random numbers new, and run the scripts in
+    /// /etc/ebb/fork.d
+    #[arg(long, default_value = "on", value_parser = word::<Switch>())]
+    hooks: Switch,
     /// Print one JSON document instead of a table
     #[arg(long)]
     json: bool,
@@ -109,6 +118,44 @@ struct Made {
     api: Option<PathBuf>,
     /// From the request until it ran, in microseconds.
     elapsed_us: u64,
+    /// From the request until its guest's agent had answered.
+    answered_us: Option<u64>,
+    /// Whether the guest has confirmed that its random numbers are its own; false if it has no
+    /// agent, `None` if it was not asked.
+    reseeded: Option<bool>,
+}
+
+/// A machine that runs, and what its guest's agent answers.
+struct Running<'scope> {
+    made: Made,
+    begun: Instant,
+    answer: Option<ScopedJoinHandle<'scope, (anyhow::Result<bool>, Instant)>>,
+}
+
+impl Running<'_> {
+    /// Waits for the answer. A machine whose agent has failed runs all the same.
+    fn answered(self) -> (Made, Option<anyhow::Error>) {
+        let Self { mut made, begun, answer } = self;
+        let Some(answer) = answer else { return (made, None) };
+        let lost = |_| (Err(anyhow::anyhow!("a thread has panicked")), Instant::now());
+        let (answer, at) = answer.join().unwrap_or_else(lost);
+        match answer {
+            Ok(reseeded) => {
+                made.answered_us = reseeded.then(|| microseconds(at - begun));
+                made.reseeded = Some(reseeded);
+                (made, None)
+            }
+            Err(error) => {
+                made.reseeded = Some(false);
+                let error = error.context("the machine runs, but its guest's agent has failed");
+                (made, Some(error))
+            }
+        }
+    }
+}
+
+fn microseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 /// Runs the command.
@@ -116,41 +163,13 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let options = (0..args.n).map(|number| options(args, number)).collect::<Result<Vec<_>, _>>()?;
     let started = Instant::now();
     let copies = Switch::from_bool(options.iter().any(ForkOptions::needs_copies));
-    let (held, paused_us) = open(&args.source, copies)?;
+    let (held, paused_us) = open(&args.source, copies, args.hooks)?;
     let (info, _) = held.info()?;
     for options in &options {
         options.check(&info)?;
     }
     check_room(args.n)?;
-    let mut forks = Forks::of(&held);
-    let mut coming = BTreeMap::new();
-    let mut machines = BTreeMap::new();
-    let mut failed = None;
-    let mut options = options.into_iter().enumerate();
-    loop {
-        // After a failure, those that are under way are still waited for.
-        while failed.is_none() && forks.coming() < AT_ONCE {
-            let Some((number, options)) = options.next() else { break };
-            let log = Log::open(args, number)?;
-            let begun = Instant::now();
-            match forks.begin(number, &options, log.writer()) {
-                Ok(()) => drop(coming.insert(number, (begun, options.api, log))),
-                Err(error) => failed = Some((number, error, log)),
-            }
-        }
-        let Some((number, result)) = forks.wait() else { break };
-        let Some((begun, api, log)) = coming.remove(&number) else { continue };
-        match result {
-            Ok(Forked { pid }) => {
-                let elapsed_us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
-                let pid = pid.as_raw_nonzero().get();
-                machines.insert(number, Made { pid, api, elapsed_us });
-            }
-            Err(error) if failed.is_none() => failed = Some((number, error, log)),
-            Err(_another) => {}
-        }
-    }
-    let machines: Vec<_> = machines.into_values().collect();
+    let (machines, failed) = std::thread::scope(|scope| make(args, options, &held, scope))?;
     let elapsed_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
     let report = Report { paused_us, elapsed_ms, machines };
     let mut out = io::stdout().lock();
@@ -161,12 +180,84 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         for made in &report.machines {
             let api = made.api.as_deref().map_or("-".into(), Path::to_string_lossy);
             let ms = made.elapsed_us as f64 / 1000.0;
-            writeln!(out, "process {}  {api}  {ms:.1} ms", made.pid)?;
+            write!(out, "process {}  {api}  {ms:.1} ms", made.pid)?;
+            match (made.reseeded, made.answered_us) {
+                (Some(true), Some(us)) => {
+                    writeln!(out, ", its guest answered after {:.1} ms", us as f64 / 1000.0)?;
+                }
+                (Some(false), _) => writeln!(out, ", no agent in its guest answered")?,
+                _ => writeln!(out)?,
+            }
         }
     }
-    let Some((number, error, log)) = failed else { return Ok(ExitCode::SUCCESS) };
-    log.show();
-    Err(anyhow::Error::new(error).context(format!("machine {number}")))
+    failed.map_or(Ok(ExitCode::SUCCESS), Err)
+}
+
+/// Makes the machines. Returns those that run, in order, and the first problem.
+fn make<'scope>(
+    args: &Args,
+    options: Vec<ForkOptions>,
+    held: &Held,
+    scope: &'scope Scope<'scope, '_>,
+) -> anyhow::Result<(Vec<Made>, Option<anyhow::Error>)> {
+    let mut forks = Forks::of(held);
+    let mut coming = BTreeMap::new();
+    let (mut running, mut machines) = (VecDeque::new(), BTreeMap::new());
+    let mut failed: Option<anyhow::Error> = None;
+    let mut options = options.into_iter().enumerate();
+    loop {
+        // After a failure, those that are under way are still waited for.
+        while failed.is_none() && forks.coming() < AT_ONCE {
+            let Some((number, options)) = options.next() else { break };
+            let log = Log::open(args, number)?;
+            let begun = Instant::now();
+            match forks.begin(number, &options, log.writer()) {
+                Ok(()) => drop(coming.insert(number, (begun, options, log))),
+                Err(error) => failed = Some(log.failure(number, error)),
+            }
+        }
+        let Some((number, result)) = forks.wait() else { break };
+        let Some((begun, options, log)) = coming.remove(&number) else { continue };
+        match result {
+            Ok(Forked { pid }) => {
+                let made = Made {
+                    pid: pid.as_raw_nonzero().get(),
+                    api: options.api,
+                    elapsed_us: microseconds(begun.elapsed()),
+                    answered_us: None,
+                    reseeded: None,
+                };
+                let is_asked = args.hooks.is_on() && !options.paused;
+                let answer = options.vsock.filter(|_| is_asked).map(|vsock| {
+                    scope.spawn(move || (hooks::in_fork(&vsock.path, number), Instant::now()))
+                });
+                running.push_back((number, Running { made, begun, answer }));
+            }
+            Err(error) if failed.is_none() => failed = Some(log.failure(number, error)),
+            Err(_another) => {}
+        }
+        while running.len() > MOST_ANSWERS {
+            collect(&mut running, &mut machines, &mut failed);
+        }
+    }
+    while !running.is_empty() {
+        collect(&mut running, &mut machines, &mut failed);
+    }
+    Ok((machines.into_values().collect(), failed))
+}
+
+/// Takes the answer of the guest that was asked first.
+fn collect(
+    running: &mut VecDeque<(usize, Running<'_>)>,
+    machines: &mut BTreeMap<usize, Made>,
+    failed: &mut Option<anyhow::Error>,
+) {
+    let Some((number, first)) = running.pop_front() else { return };
+    let (made, error) = first.answered();
+    machines.insert(number, made);
+    if let (Some(error), None) = (error, &failed) {
+        *failed = Some(error.context(format!("machine {number}")));
+    }
 }
 
 /// Where a machine's monitor writes its log.
@@ -193,6 +284,12 @@ impl Log {
             Self::File(file) => file.as_fd(),
             Self::Pipe(_, writer) => writer.as_fd(),
         }
+    }
+
+    /// Shows what the monitor has said before it ended, and describes the failure.
+    fn failure(self, number: usize, error: CheckpointError) -> anyhow::Error {
+        self.show();
+        anyhow::Error::new(error).context(format!("machine {number}"))
     }
 
     /// Shows what the monitor has said before it ended.
@@ -235,10 +332,12 @@ fn check_room(n: u32) -> anyhow::Result<()> {
 }
 
 /// A checkpoint by its name, or one of a running machine that ends with the connection.
-fn open(source: &str, copies: Switch) -> anyhow::Result<(Held, Option<u64>)> {
+fn open(source: &str, copies: Switch, hooks: Switch) -> anyhow::Result<(Held, Option<u64>)> {
     let is_socket = std::fs::metadata(source).is_ok_and(|file| file.file_type().is_socket());
     if source.contains('/') || is_socket {
-        let (held, report) = Held::of_running(&Client::new(source, PATIENCE), copies)?;
+        let client = Client::new(source, PATIENCE);
+        let (held, report) =
+            hooks::around(&client, hooks, || Ok(Held::of_running(&client, copies)?))?;
         return Ok((held, Some(report.paused_us)));
     }
     Ok((Held::connect(&checkpoints::find(source)?)?, None))

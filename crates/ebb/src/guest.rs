@@ -68,8 +68,16 @@ fn vsock_path(socket: &Path, args: &GuestArgs) -> anyhow::Result<PathBuf> {
     Ok(vsock.path.into())
 }
 
+/// Nothing listens on the agent's port of a guest.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "no agent listens on port {0} of the guest: install ebb-guest-agent in it (docs/guests.md), or \
+     use --wait while it boots"
+)]
+pub struct NoAgent(u32);
+
 /// Asks for the port, as Firecracker's clients do.
-fn dial(path: &Path, port: u32) -> anyhow::Result<Channel> {
+pub fn dial(path: &Path, port: u32) -> anyhow::Result<Channel> {
     let describe = || format!("cannot reach the guest through {}", path.display());
     let mut stream = UnixStream::connect(path).with_context(describe)?;
     stream.set_read_timeout(Some(PATIENCE)).with_context(describe)?;
@@ -79,10 +87,7 @@ fn dial(path: &Path, port: u32) -> anyhow::Result<Channel> {
     while !line.ends_with(b"\n") && line.len() < MAX_LINE_BYTES {
         // Byte by byte: what follows the line is the agent's.
         if stream.read(&mut byte).with_context(describe)? == 0 {
-            bail!(
-                "no agent listens on port {port} of the guest: install ebb-guest-agent in it \
-                 (docs/guests.md), or use --wait while it boots"
-            );
+            return Err(NoAgent(port).into());
         }
         line.push(byte[0]);
     }
@@ -104,7 +109,16 @@ pub fn run(
     argv: Vec<String>,
     deadline: Instant,
 ) -> anyhow::Result<Option<(Ended, String)>> {
-    channel.queue_control(Control::Request(Request::Exec(Exec { argv, ..Exec::default() })));
+    carry_out(channel, Request::Exec(Exec { argv, ..Exec::default() }), deadline)
+}
+
+/// Has the agent carry out a request without input; returns as [`run`].
+pub fn carry_out(
+    channel: &mut Channel,
+    request: Request,
+    deadline: Instant,
+) -> anyhow::Result<Option<(Ended, String)>> {
+    channel.queue_control(Control::Request(request));
     channel.queue_control(Control::InputEnd);
     let mut errors = Vec::new();
     loop {

@@ -12,6 +12,7 @@ mod firecracker;
 mod flags;
 mod fork;
 mod guest;
+mod hooks;
 mod host_options;
 mod merge_broker;
 mod migrate;

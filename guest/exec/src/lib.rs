@@ -11,6 +11,7 @@ pub mod archive;
 pub mod channel;
 pub mod command_line;
 pub mod exec;
+pub mod fork;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
 pub mod reseed;

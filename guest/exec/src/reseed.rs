@@ -67,7 +67,11 @@ fn connect() -> Option<(VsockStream, [u8; RANDOM_BYTES])> {
     None
 }
 
-fn reseed(data: [u8; RANDOM_BYTES]) -> io::Result<()> {
+/// Gives the kernel these bytes, and has it make a new key.
+///
+/// # Errors
+/// Those of open(2) and ioctl(2).
+pub(crate) fn reseed(data: [u8; RANDOM_BYTES]) -> io::Result<()> {
     let random = OpenOptions::new().write(true).open("/dev/urandom")?;
     let length = RANDOM_BYTES as libc::c_int;
     let info = PoolInfo { entropy_bits: length * 8, bytes: length, data };

@@ -12,6 +12,7 @@ use crate::account::Account;
 use crate::archive::{self, Place};
 use crate::channel::{Channel, ChannelError};
 use crate::exec;
+use crate::fork;
 use crate::reseed;
 use crate::transfer::{Direction, Receiver, Sender};
 use crate::wire::{Control, Ended, Failure, FailureKind, Frame, Request};
@@ -92,6 +93,10 @@ pub fn session(socket: OwnedFd) -> Result<(), ChannelError> {
             let mut sender = Sender::new(&mut channel, Direction::ToHost);
             let result = archive::pack(Path::new(&path), &mut sender);
             finish(&mut channel, result)
+        }
+        Request::At(moment) => {
+            let result = fork::at(moment, Path::new(fork::SCRIPTS));
+            finish(&mut channel, result.map(|()| archive::Summary::default()))
         }
         Request::Store { path, name, user } => {
             let mut receiver = Receiver::new(&mut channel, Direction::ToGuest);

@@ -78,6 +78,25 @@ pub enum Request {
         #[serde(default)]
         user: Option<String>,
     },
+    /// Do what is to be done at this moment.
+    At(Moment),
+}
+
+/// A moment in a machine's life for which the guest has scripts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Moment {
+    /// A checkpoint is about to be made.
+    Before,
+    /// It was made, or not, and the machine goes on.
+    Continue,
+    /// The machine was made from a checkpoint.
+    Fork {
+        /// Its number among those that were made together.
+        number: u32,
+        /// Random bytes for its kernel.
+        random: [u8; 32],
+    },
 }
 
 /// A command to run.

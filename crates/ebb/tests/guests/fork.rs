@@ -17,6 +17,7 @@ use serde_json::Value;
 
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, counts, eventually, when};
+use crate::place::GUEST_AGENT;
 use crate::saved::Restore;
 use crate::setup::Setup;
 
@@ -25,6 +26,7 @@ pub const TESTS: &[Test] = &[
     Test::new("fork::everything_goes_on", 240, everything_goes_on),
     Test::new("fork::memory_is_copied_on_write", 400, memory_is_copied_on_write),
     Test::new("fork::what_each_has_alone", 300, what_each_has_alone),
+    Test::new("fork::what_its_guest_is_told", 300, what_its_guest_is_told),
     Test::new("fork::kills", 400, kills),
     Test::new("fork::refused_requests", 240, refused_requests),
 ];
@@ -347,6 +349,85 @@ fn what_each_has_alone(scene: &Scene) {
     }
     fs::remove_dir(&cgroups).unwrap();
     silently(scene, &["checkpoints", "remove", &name, &plain]);
+}
+
+/// Scripts in the guest, and random numbers that no two machines have in common.
+fn what_its_guest_is_told(scene: &Scene) {
+    let vsock = format!("path={}", scene.path("vsock").display());
+    let parent = Setup::new(scene)
+        .initrd(&scene.world.hostile_initrd)
+        .args(["--forkable", "--vsock", &vsock])
+        .start();
+    let socket = parent.socket().to_str().unwrap();
+    let sockets = format!("path={}", scene.path("vsock{}").display());
+    let forks = |source: &str, count: usize| {
+        let (pattern, count) = (scene.path("fork{}"), count.to_string());
+        let pattern = pattern.to_str().unwrap();
+        let more = ["--api", pattern, "--vsock", &sockets, "--json"];
+        document(scene, &[&["fork", source, "-n", &count], &more[..]].concat())
+    };
+    let kill_all = |report: &Value| {
+        for made in report["machines"].as_array().unwrap() {
+            silently(scene, &["ctl", made["api"].as_str().unwrap(), "kill"]);
+        }
+    };
+    // Without an agent.
+    let report = forks(socket, 1);
+    assert_eq!(report["machines"][0]["reseeded"], false, "{report}");
+    kill_all(&report);
+
+    let job = parent.send(Command::Exec { argv: vec![GUEST_AGENT.to_owned()] });
+    parent.wait_started(job);
+    let shell = |socket: &str, line: &str| {
+        let arguments =
+            ["exec", "--wait", "60", "-n", socket, "--", "/bin/busybox", "sh", "-c", line];
+        let output = ebb(scene, &arguments);
+        assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let script = "mkdir -p /etc/ebb/fork.d && cd /etc/ebb/fork.d && \
+        echo '#!/bin/busybox sh\necho $* >> /moments; [ ! -e /fails ] || exit 3' > 10-note && \
+        chmod +x 10-note";
+    shell(socket, &script.replace("\\n", "\n"));
+    let name = unique(scene, "told");
+    checkpoint(scene, &parent, &name);
+    assert_eq!(shell(socket, "cat /moments"), "before\ncontinue\n");
+    let mut randoms = BTreeSet::new();
+    let batch = 16;
+    for _ in 0..counts(2, 64) {
+        let report = forks(&name, batch);
+        for (number, made) in report["machines"].as_array().unwrap().iter().enumerate() {
+            assert_eq!(made["reseeded"], true, "{report}");
+            assert!(made["answered_us"].as_u64() >= made["elapsed_us"].as_u64(), "{report}");
+            let line = "head -c 16 /dev/urandom | od -An -tx1; cat /moments";
+            let said = shell(made["api"].as_str().unwrap(), line);
+            let (random, moments) = said.split_once('\n').unwrap();
+            assert_eq!(moments, format!("before\nfork {number}\n"));
+            assert!(randoms.insert(random.to_owned()), "{random}");
+        }
+        kill_all(&report);
+    }
+    assert_eq!(shell(socket, "cat /moments"), "before\ncontinue\n");
+
+    // A script that fails.
+    shell(socket, "touch /fails");
+    let second = unique(scene, "untold");
+    let text = failure(scene, &["ctl", socket, "checkpoint", &second]);
+    assert!(text.contains("10-note before") && text.contains("--hooks off"), "{text}");
+    assert_eq!(shell(socket, "cat /moments; rm /fails"), "before\ncontinue\n".repeat(2));
+    silently(scene, &["ctl", socket, "checkpoint", &second, "--hooks", "off"]);
+    assert_eq!(shell(socket, "cat /moments; touch /fails"), "before\ncontinue\n".repeat(2));
+    silently(scene, &["ctl", socket, "checkpoint", &unique(scene, "fails"), "--hooks", "off"]);
+    let failing = unique(scene, "fails");
+    let api = scene.path("fails");
+    let arguments =
+        ["fork", &failing, "--api", api.to_str().unwrap(), "--vsock", &sockets.replace("{}", "f")];
+    let output = ebb(scene, &arguments);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(1) && text.contains("10-note fork 0"), "{text}");
+    // It runs.
+    silently(scene, &["ctl", api.to_str().unwrap(), "kill"]);
+    silently(scene, &["checkpoints", "remove", &name, &second, &failing]);
 }
 
 /// A monitor, a checkpoint or a machine is killed in the middle, and the others go on.
