@@ -146,8 +146,9 @@ impl Snapshot {
     /// # Errors
     /// Those of a guest's start.
     pub fn restore(&self, testbed: &Testbed<'_>, number: u32) -> Result<Duration, LabError> {
-        let vsock = self.path.with_extension("vsock");
-        let mut command = testbed.restore_command(&self.path, &self.path.with_extension("sock"));
+        let socket = |kind: &str| self.path.with_file_name(format!("restored-{number}.{kind}"));
+        let vsock = socket("vsock");
+        let mut command = testbed.restore_command(&self.path, &socket("sock"));
         command.args(["--vsock", &format!("path={}", vsock.display())]);
         let begun = Instant::now();
         let mut guest = Guest::start(number, command)?;
