@@ -317,13 +317,14 @@ const BROKER: &[c_long] = &[
 ];
 
 /// Calls of a process that is forked from a monitor, and of the machines that it builds: a session
-/// of its own, descriptors that take the place of others or are closed, events, filters for the
-/// threads, and what the threads do before those.
+/// of its own, descriptors that take the place of others or are closed, events, the file systems of
+/// disks, filters for the threads, and what the threads do before those.
 const FORK: &[c_long] = &[
     libc::SYS_close_range,
     libc::SYS_dup3,
     libc::SYS_epoll_create1,
     libc::SYS_eventfd2,
+    libc::SYS_fstatfs,
     libc::SYS_getsockopt,
     libc::SYS_prlimit64,
     libc::SYS_rt_sigaction,
