@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use crate::LabError;
 use crate::harness::experiment::{Experiment, Needs, Run, SeriesPlan, parameters};
-use crate::harness::forks::{SOCKET_MODULE, Snapshot, TEMPLATE, Template};
+use crate::harness::forks::{Fork, SOCKET_MODULE, Snapshot, TEMPLATE, Template};
 use crate::harness::host;
 use crate::harness::monitor::Setup;
 use crate::harness::size::{GuestSize, HostShape};
@@ -77,11 +77,11 @@ fn sizes(scale: Scale) -> Sizes {
 }
 
 impl Sizes {
-    /// The host of a series: the guest and what it writes after the checkpoint, a snapshot's file,
-    /// which is in memory in the virtual host, and the rest.
+    /// The host of a series: three times the load's memory (the guest's, what it writes after the
+    /// checkpoint, and a snapshot's file, which is in memory in the virtual host) and the rest.
     fn host_of(self, series: &str) -> HostShape {
-        let memory_mib = 3 * resident_mib(series).unwrap_or(0) + 1280;
-        HostShape { memory_mib: self.host.memory_mib.max(memory_mib), ..self.host }
+        let further_mib = resident_mib(series).unwrap_or(0).saturating_sub(USUAL_MIB);
+        HostShape { memory_mib: self.host.memory_mib + 3 * further_mib, ..self.host }
     }
 
     /// A guest that has room for this load.
@@ -90,8 +90,10 @@ impl Sizes {
     }
 }
 
+/// Largest resident size of the series that run by default.
+const USUAL_MIB: u64 = 512;
 /// Resident sizes; the last one runs when it is named.
-const RESIDENT_MIB: [u64; 3] = [128, 512, 1536];
+const RESIDENT_MIB: [u64; 3] = [128, USUAL_MIB, 1536];
 
 /// The resident size in the name of a series.
 fn resident_mib(series: &str) -> Option<u64> {
@@ -299,7 +301,7 @@ fn answer(testbed: &Testbed<'_>, sizes: Sizes, found: &mut Found) -> Result<(), 
     let forks = checkpoint.fork_many(first, sizes.many_forks)?;
     found.many_s = Some(rounded(begun.elapsed().as_secs_f64()));
     // They run, too.
-    forks.iter().try_for_each(|fork| fork.wait_answer())
+    forks.iter().try_for_each(Fork::wait_answer)
 }
 
 /// The measurements of each guest.
@@ -353,7 +355,7 @@ mod tests {
         let mut series = Series::new("huge-128", String::new());
         metrics::measure(&metrics(), &found, &mut series);
         assert_eq!(series.metrics["pause_ms"], Some(5.0));
-        assert_eq!(series.spread["pause_ms"], [4.0, 8.0]);
+        assert_eq!(series.spread.get("pause_ms"), Some(&[4.0, 8.0]));
         assert_eq!(series.metrics["stopped_pause_ms"], Some(900.0));
         assert_eq!(series.metrics["huge_later_percent"], None);
         assert_eq!(series.metrics["fork_answer_ms"], None);

@@ -4,7 +4,7 @@
 //! forks continue it, so that the time of the first answer is that of a program in the guest.
 
 use std::fs;
-use std::io::{Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command as Program;
@@ -335,18 +335,13 @@ fn answers(vsock: &Path) -> bool {
         let mut stream = UnixStream::connect(vsock)?;
         stream.set_read_timeout(Some(ATTEMPT_LIMIT))?;
         stream.write_all(format!("CONNECT {PORT}\n").as_bytes())?;
-        let mut line = Vec::new();
-        // Byte by byte: what follows the line is the service's.
-        for byte in stream.try_clone()?.take(MOST_BYTES).bytes() {
-            line.push(byte?);
-            if line.ends_with(b"\n") {
-                break;
-            }
-        }
+        let mut line = String::new();
+        // The service says nothing by itself: no more than the line can be read.
+        BufReader::new((&stream).take(MOST_BYTES)).read_line(&mut line)?;
         let mut answer = [0];
         stream.write_all(b"?")?;
         stream.read_exact(&mut answer)?;
-        Ok(line.starts_with(b"OK ") && &answer == b"?")
+        Ok(line.starts_with("OK ") && &answer == b"?")
     };
     exchange().unwrap_or(false)
 }
@@ -354,7 +349,6 @@ fn answers(vsock: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::{BufRead as _, BufReader};
     use std::os::unix::net::UnixListener;
 
     #[test]
