@@ -6,9 +6,11 @@ use crate::harness::experiment::Experiment;
 pub mod boot;
 pub mod churn;
 pub mod clock;
+pub mod clones;
 pub mod density;
 pub mod disk;
 pub mod faults;
+pub mod fork;
 pub mod free_pages;
 pub mod inflate;
 pub mod memhog;
@@ -19,13 +21,15 @@ pub mod numa_merge;
 pub mod park;
 
 /// All experiments, in the order of the list.
-pub static ALL: [&Experiment; 14] = [
+pub static ALL: [&Experiment; 16] = [
     &density::DENSITY,
     &memhog::MEMHOG,
     &inflate::INFLATE,
     &free_pages::FREE_PAGES,
     &churn::CHURN,
     &park::PARK,
+    &fork::FORK,
+    &clones::CLONES,
     &migrate::MIGRATE,
     &faults::FAULTS,
     &clock::CLOCK,
@@ -67,7 +71,7 @@ mod tests {
         assert_eq!(
             message,
             "unknown experiment 'densitiy'; available: density, memhog, inflate, free-pages, \
-             churn, park, migrate, faults, clock, merge-speed, numa-merge, network, disk, boot"
+             churn, park, fork, clones, migrate, faults, clock, merge-speed, numa-merge, network, disk, boot"
         );
     }
 

@@ -11,6 +11,7 @@ pub mod disk_image;
 pub mod driver;
 pub mod emulator;
 pub mod experiment;
+pub mod forks;
 pub mod guest;
 pub mod guest_process;
 pub mod host;

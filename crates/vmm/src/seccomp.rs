@@ -318,13 +318,15 @@ const BROKER: &[c_long] = &[
 
 /// Calls of a thread that makes a checkpoint, of the process that it forks, and of the machines that
 /// this one builds: copies of disks, a session of its own, descriptors that take the place of others
-/// or are closed, events, filters for the threads, and what the threads do before those.
+/// or are closed, events, the file systems of disks, filters for the threads, and what the threads
+/// do before those.
 const FORK: &[c_long] = &[
     libc::SYS_close_range,
     libc::SYS_copy_file_range,
     libc::SYS_dup3,
     libc::SYS_epoll_create1,
     libc::SYS_eventfd2,
+    libc::SYS_fstatfs,
     libc::SYS_getsockopt,
     libc::SYS_prlimit64,
     libc::SYS_rt_sigaction,

@@ -351,24 +351,29 @@ fn what_each_has_alone(scene: &Scene) {
     silently(scene, &["checkpoints", "remove", &name, &plain]);
 }
 
-/// Scripts in the guest, and random numbers that no two machines have in common.
+/// Scripts in the guest, and random numbers that no two machines have in common. Their raw disks are
+/// made of the checkpoint's copy.
 fn what_its_guest_is_told(scene: &Scene) {
     let vsock = format!("path={}", scene.path("vsock").display());
+    fs::write(scene.path("raw"), "content\n".repeat(1 << 15)).unwrap();
+    let disk = format!("path={}", scene.path("raw").display());
+    let disks = format!("path={}", scene.path("raw{}").display());
     let parent = Setup::new(scene)
         .initrd(&scene.world.hostile_initrd)
-        .args(["--forkable", "--vsock", &vsock])
+        .args(["--forkable", "--vsock", &vsock, "--disk", &disk])
         .start();
     let socket = parent.socket().to_str().unwrap();
     let sockets = format!("path={}", scene.path("vsock{}").display());
     let forks = |source: &str, count: usize| {
         let (pattern, count) = (scene.path("fork{}"), count.to_string());
         let pattern = pattern.to_str().unwrap();
-        let more = ["--api", pattern, "--vsock", &sockets, "--json"];
+        let more = ["--api", pattern, "--vsock", &sockets, "--disk", &disks, "--json"];
         document(scene, &[&["fork", source, "-n", &count], &more[..]].concat())
     };
     let kill_all = |report: &Value| {
-        for made in report["machines"].as_array().unwrap() {
+        for (number, made) in report["machines"].as_array().unwrap().iter().enumerate() {
             silently(scene, &["ctl", made["api"].as_str().unwrap(), "kill"]);
+            fs::remove_file(scene.path(&format!("raw{number}"))).unwrap();
         }
     };
     // Without an agent.
@@ -399,10 +404,10 @@ fn what_its_guest_is_told(scene: &Scene) {
         for (number, made) in report["machines"].as_array().unwrap().iter().enumerate() {
             assert_eq!(made["reseeded"], true, "{report}");
             assert!(made["answered_us"].as_u64() >= made["elapsed_us"].as_u64(), "{report}");
-            let line = "head -c 16 /dev/urandom | od -An -tx1; cat /moments";
+            let line = "head -c 16 /dev/urandom | od -An -tx1; cat /moments; head -n 1 /dev/vda";
             let said = shell(made["api"].as_str().unwrap(), line);
             let (random, moments) = said.split_once('\n').unwrap();
-            assert_eq!(moments, format!("before\nfork {number}\n"));
+            assert_eq!(moments, format!("before\nfork {number}\ncontent\n"));
             assert!(randoms.insert(random.to_owned()), "{random}");
         }
         kill_all(&report);
@@ -420,8 +425,8 @@ fn what_its_guest_is_told(scene: &Scene) {
     silently(scene, &["ctl", socket, "checkpoint", &unique(scene, "fails"), "--hooks", "off"]);
     let failing = unique(scene, "fails");
     let api = scene.path("fails");
-    let arguments =
-        ["fork", &failing, "--api", api.to_str().unwrap(), "--vsock", &sockets.replace("{}", "f")];
+    let more = ["--vsock", &sockets, "--disk", &disks];
+    let arguments = [&["fork", &failing, "--api", api.to_str().unwrap()], &more[..]].concat();
     let output = ebb(scene, &arguments);
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.code() == Some(1) && text.contains("10-note fork 0"), "{text}");

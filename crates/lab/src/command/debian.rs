@@ -10,7 +10,7 @@ use ebb_virtual_host::debian::{Root, guest_kernel, root};
 const AFTER_HELP: &str = "\
 Examples:
   ebb-lab debian guest-root        # a guest's root file system with systemd, an ext4 image
-  ebb-lab debian work-root         # the same with a C compiler and Python's tests, for `run park`
+  ebb-lab debian work-root         # with a C compiler and Python's tests: for `park` and `clones`
   ebb-lab debian guest-kernel      # its kernel: ebb run --kernel VMLINUX --disk path=COPY ...
   ebb-lab virtual-host --root $(ebb-lab debian host-root) -- python3 --version";
 

@@ -8,7 +8,7 @@ use tempfile::NamedTempFile;
 
 use crate::LabError;
 use crate::error::Missing;
-use crate::harness::monitor::{Setup, System, WorkDisks};
+use crate::harness::monitor::{Setup, WorkDisks};
 
 /// Blocks of an image that are copied, or left out if they are zero.
 const BLOCK_BYTES: usize = 64 << 10;
@@ -94,7 +94,7 @@ impl<'a> WorkDiskSource<'a> {
 
     /// The disk of the next series, if its guest needs one and there is one.
     pub fn of_next(&mut self, setup: &Setup) -> Option<WorkDisk<'a>> {
-        if setup.system != System::DebianWithAgent {
+        if !setup.system.has_work_root() {
             return None;
         }
         self.used += 1;
@@ -117,6 +117,7 @@ pub fn required(disk: Option<WorkDisk<'_>>) -> Result<WorkDisk<'_>, LabError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::harness::monitor::System;
     use std::os::unix::fs::MetadataExt as _;
 
     #[test]

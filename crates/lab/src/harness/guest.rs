@@ -81,6 +81,16 @@ impl Guest {
         self.process.transcript().lock().events.extend(events);
     }
 
+    /// A guest that was forked from this one, as far as its serial console shows it: `console`
+    /// connects with that, and its process is not the guest's monitor. The commands' numbers
+    /// continue.
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub fn forked(&self, number: u32, console: Program) -> Result<Self, LabError> {
+        Ok(Self { next_id: self.next_id, ..Self::start(number, console)? })
+    }
+
     /// Number of the guest in its series.
     pub fn number(&self) -> u32 {
         self.number

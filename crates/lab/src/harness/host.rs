@@ -148,6 +148,48 @@ pub fn monitor_rss_mib(pid: u32, guest_mib: u64) -> Option<f64> {
     Some(mib(proc::monitor_resident_kib(&proc::smaps(&text), guest_mib)))
 }
 
+/// The part of a guest's resident RAM in huge pages, in percent; `None` when it has ended.
+pub fn huge_percent(pid: u32, guest_mib: u64) -> Option<f64> {
+    proc::huge_percent(&fs::read_to_string(format!("/proc/{pid}/smaps")).ok()?, guest_mib)
+}
+
+/// Memory of a process that others map, too (`Shared_Clean` and `Shared_Dirty` of
+/// `/proc/PID/smaps_rollup`), MiB; `None` when it has ended.
+pub fn shared_mib(pid: u32) -> Option<f64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
+    let fields = proc::meminfo(&text);
+    Some(mib(fields.get("Shared_Clean")? + fields.get("Shared_Dirty")?))
+}
+
+/// Memory of the host by kind, MiB.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MemoryKinds {
+    /// Memory of programs that is no file's, each page once (`AnonPages`).
+    pub anonymous_mib: f64,
+    /// Page tables of programs and of guests (`PageTables`, `SecPageTables`).
+    pub page_tables_mib: f64,
+    /// Counted memory of the kernel itself that it cannot reclaim (`SUnreclaim`, `KernelStack`,
+    /// `Percpu`).
+    pub kernel_mib: f64,
+}
+
+impl MemoryKinds {
+    /// Reads the current amounts.
+    pub fn read() -> Result<Self, LabError> {
+        Ok(Self::parse(&read(MEMINFO)?))
+    }
+
+    fn parse(meminfo: &str) -> Self {
+        let fields = proc::meminfo(meminfo);
+        let sum = |names: &[&str]| mib(names.iter().filter_map(|name| fields.get(name)).sum());
+        Self {
+            anonymous_mib: sum(&["AnonPages"]),
+            page_tables_mib: sum(&["PageTables", "SecPageTables"]),
+            kernel_mib: sum(&["SUnreclaim", "KernelStack", "Percpu"]),
+        }
+    }
+}
+
 /// Memory of a process, resident and swapped, with each shared page divided by the number of its
 /// mappings, MiB; `None` when it has ended.
 pub fn proportional_mib(pid: u32) -> Option<f64> {
@@ -339,6 +381,16 @@ mod tests {
         let zoneinfo = "Node 0, zone    DMA32\n  pagesets\n    cpu: 0\n              count: 7\n\
                         \x20             high:  378\n    cpu: 1\n              count: 3\n";
         assert_eq!(MemoryState::parse(meminfo, zoneinfo).unwrap().available_kib, 80);
+    }
+
+    #[test]
+    fn memory_is_told_apart_by_kind() {
+        let kinds = MemoryKinds::parse(
+            "AnonPages: 2048 kB\nSUnreclaim: 512 kB\nKernelStack: 256 kB\nPageTables: 1024 kB\n\
+             SecPageTables: 1024 kB\nPercpu: 256 kB\nMapped: 9 kB\n",
+        );
+        let expected = MemoryKinds { anonymous_mib: 2.0, page_tables_mib: 2.0, kernel_mib: 1.0 };
+        assert_eq!(kinds, expected);
     }
 
     #[test]

@@ -81,7 +81,7 @@ impl Debian {
     fn missing(&self, setup: &Setup) -> Option<Missing> {
         match setup.system {
             System::DebianWithSsh if self.guest.is_none() => Some(Missing::Debian),
-            System::DebianWithAgent if self.work_root.is_none() => Some(Missing::Work),
+            system if system.has_work_root() && self.work_root.is_none() => Some(Missing::Work),
             _ => None,
         }
     }
@@ -118,9 +118,7 @@ fn run_in_one(
     let merges = experiment.needs.merging || any(|setup| setup.merging != Merging::Off);
     let guest =
         debian.guest.as_ref().filter(|_| any(|setup| setup.system == System::DebianWithSsh));
-    let works = |plan: &&SeriesPlan| {
-        plan.setup().is_some_and(|setup| setup.system == System::DebianWithAgent)
-    };
+    let works = |plan: &&SeriesPlan| plan.setup().is_some_and(|setup| setup.system.has_work_root());
     let disks = guest.map(|files| &files.root).into_iter();
     // Each writes to its own.
     let of_works = selection.plans.iter().filter(works).filter_map(|_| debian.work_root.as_ref());

@@ -37,6 +37,15 @@ pub enum System {
     /// Debian with systemd, a C compiler and Python on a disk, with the kernel and the modules of
     /// guests with an agent, which is a service here.
     DebianWithAgent,
+    /// As `Agent`, with the same Debian on a disk that the guest only reads.
+    AgentWithDebian,
+}
+
+impl System {
+    /// Whether its disk has the Debian with a C compiler and Python.
+    pub fn has_work_root(self) -> bool {
+        matches!(self, Self::DebianWithAgent | Self::AgentWithDebian)
+    }
 }
 
 /// How the guests of a series are run.
@@ -123,7 +132,11 @@ impl Setup {
             when(self.trim, "trimmed when idle"),
             (self.clock != ClockPolicy::Continue).then(|| format!("--clock {}", self.clock.name())),
             when(self.uncompressed_kernel, "uncompressed kernel (PVH)"),
-            when(self.system != System::Agent, "Debian with systemd on a disk"),
+            match self.system {
+                System::Agent => None,
+                System::AgentWithDebian => Some("Debian on a disk that it reads".to_owned()),
+                _ => Some("Debian with systemd on a disk".to_owned()),
+            },
             when(self.lean, "words of --lean"),
         ];
         words.into_iter().flatten().collect::<Vec<_>>().join(", ")
@@ -144,7 +157,7 @@ impl Setup {
             (!self.clearing).then(|| "init_on_alloc=0".to_owned()),
             self.driver.kernel_arguments(),
             match self.system {
-                System::Agent => None,
+                System::Agent | System::AgentWithDebian => None,
                 System::DebianWithSsh => Some(format!("root=/dev/vda rw {}", tap::kernel_word())),
                 // The console is the agent's.
                 System::DebianWithAgent => {
@@ -224,7 +237,7 @@ impl Assets {
         if setup.system == System::DebianWithSsh && self.debian.is_none() {
             return Some(Missing::Debian);
         }
-        if setup.system == System::DebianWithAgent && self.work_disks == WorkDisks::None {
+        if setup.system.has_work_root() && self.work_disks == WorkDisks::None {
             return Some(Missing::Work);
         }
         setup.missing_in_guest(self.module)

@@ -78,6 +78,25 @@ pub fn monitor_resident_kib(mappings: &[(Mapping, u64)], guest_mib: u64) -> u64 
     others.map(|(_, resident_kib)| resident_kib).sum()
 }
 
+/// The part of a guest's resident RAM in huge pages (`AnonHugePages` of `/proc/PID/smaps`), in
+/// percent; guest RAM is found as by [`monitor_resident_kib`].
+pub fn huge_percent(smaps: &str, guest_mib: u64) -> Option<f64> {
+    let guest_ram_bytes = (guest_mib << 20) / 8;
+    let (mut is_ram, mut resident_kib, mut huge_kib) = (false, 0, 0);
+    for line in smaps.lines() {
+        if let Some(mapping) = Mapping::parse(line) {
+            is_ram = mapping.end - mapping.start >= guest_ram_bytes;
+        } else if is_ram {
+            match field_kib(line) {
+                Some(("Rss", kib)) => resident_kib += kib,
+                Some(("AnonHugePages", kib)) => huge_kib += kib,
+                _ => {}
+            }
+        }
+    }
+    (resident_kib > 0).then(|| huge_kib as f64 / resident_kib as f64 * 100.0)
+}
+
 /// Free memory of `/proc/buddyinfo` in blocks below an order, in KiB.
 pub fn free_below_order_kib(text: &str, order: usize) -> u64 {
     const PAGE_KIB: u64 = 4;
@@ -229,6 +248,16 @@ Rss:                  20 kB
         assert_eq!(monitor_resident_kib(&smaps(SMAPS), 1024), 1520);
         // A guest so large that the mapping cannot be its RAM: everything is the monitor's.
         assert_eq!(monitor_resident_kib(&smaps(SMAPS), 16 * 1024), 206_320);
+    }
+
+    #[test]
+    fn huge_pages_are_those_of_guest_ram() {
+        let text = SMAPS
+            .replace("Rss:               1500", "AnonHugePages:     1024")
+            .replace("Rss:              204800 kB", "Rss: 204800 kB\nAnonHugePages: 51200 kB");
+        assert_eq!(huge_percent(&text, 1024), Some(25.0));
+        assert_eq!(huge_percent(SMAPS, 1024), Some(0.0));
+        assert_eq!(huge_percent(SMAPS, 16 * 1024), None);
     }
 
     #[test]

@@ -200,7 +200,7 @@ const OUTSIDE: &[c_long] = &[
 /// resources/seccomp).
 const MOST_CALLS: usize = 49;
 /// The same where checkpoints are allowed.
-const MOST_CALLS_FORKABLE: usize = 60;
+const MOST_CALLS_FORKABLE: usize = 61;
 
 #[test]
 fn no_thread_of_a_monitor_reaches_outside() {

@@ -153,6 +153,16 @@ fn a_debian_guest_has_a_root_on_a_disk_and_no_initramfs() {
 }
 
 #[test]
+fn a_guest_that_reads_a_debian_stays_in_its_initramfs() {
+    let setup = Setup { system: System::AgentWithDebian, ..Setup::EBB };
+    let words = line(&setup);
+    assert!(words.contains("guest.cpio") && !words.contains("root="), "{words}");
+    assert!(setup.describe().ends_with("Debian on a disk that it reads"));
+    let without = Assets { work_disks: WorkDisks::None, ..assets() };
+    assert_eq!(without.missing(&setup), Some(Missing::Work));
+}
+
+#[test]
 fn a_debian_guest_with_an_agent_continues_from_the_initramfs() {
     for monitor in [MonitorKind::Ebb, MonitorKind::Qemu] {
         let setup = Setup { system: System::DebianWithAgent, monitor, ..Setup::EBB };

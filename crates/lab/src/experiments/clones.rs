@@ -1,0 +1,427 @@
+//! How many machines from one template fit on a host, what each of them takes, and how soon it
+//! answers.
+//!
+//! The template has worked before its checkpoint, as one that has everything loaded, and ends after
+//! it: the checkpoint keeps the memory. Its guest reads the root of a Debian from a disk and writes
+//! to memory only, so that all machines can share the disk.
+
+use std::panic::resume_unwind;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ebb_agent::protocol::Command;
+use ebb_vmm::api::ParkReport;
+use serde::Serialize;
+use serde_json::json;
+
+use crate::LabError;
+use crate::error::GuestProblem;
+use crate::harness::experiment::{Experiment, Needed, Needs, Run, SeriesPlan, parameters};
+use crate::harness::forks::{Checkpoint, Fork, SOCKET_MODULE, TEMPLATE, Template};
+use crate::harness::guest::Guest;
+use crate::harness::host::{self, MemoryKinds};
+use crate::harness::monitor::{Setup, System};
+use crate::harness::size::{GuestSize, HostShape};
+use crate::harness::testbed::Testbed;
+use crate::report::figures::{Curve, Drawing};
+use crate::report::metrics::{self, Metric};
+use crate::report::results::{Scale, Series};
+use crate::report::statistics::{quantile, rounded};
+
+/// The experiment.
+pub static CLONES: Experiment = Experiment {
+    name: "clones",
+    summary: "How many machines from one template fit on a host without swap, what each of them \
+              takes, and how soon it answers",
+    host: |scale, _| sizes(scale).host,
+    parameters: |scale| parameters(&sizes(scale)),
+    guests: |scale| sizes(scale).most_untouched,
+    needs: Needs {
+        guest_modules: &["crc32c_generic", "ext4", SOCKET_MODULE],
+        guest_programs: &[Needed { path: BUSYBOX, remedy: "apt-get install busybox-static" }],
+        ..Experiment::DEFAULT.needs
+    },
+    metrics: || metrics::describe(metrics()),
+    series,
+    ..Experiment::DEFAULT
+};
+
+/// Sizes of one scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+struct Sizes {
+    #[serde(flatten)]
+    host: HostShape,
+    #[serde(flatten)]
+    guest: GuestSize,
+    /// Memory of the program of a machine that works.
+    program_mib: u64,
+    /// Memory that a parked guest keeps available.
+    keep_mib: u64,
+    /// Most machines of a series, even if the host has room for more: of the one whose machines do
+    /// nothing, and of the others.
+    most_untouched: u32,
+    most_worked: u32,
+    /// Machines that are made at the same time.
+    together: u32,
+}
+
+fn sizes(scale: Scale) -> Sizes {
+    match scale {
+        Scale::Demo => Sizes {
+            host: HostShape { memory_mib: 1536, swap_mib: 256, nodes: 1 },
+            guest: GuestSize { memory_mib: 512, cpus: 1 },
+            program_mib: 256,
+            keep_mib: 24,
+            most_untouched: 400,
+            most_worked: 6,
+            together: 25,
+        },
+        Scale::Full => Sizes {
+            host: HostShape { memory_mib: 15 * 1024, swap_mib: 1024, nodes: 1 },
+            guest: GuestSize { memory_mib: 5 * 1024, cpus: 1 },
+            program_mib: 256,
+            keep_mib: 24,
+            // Of 32768 processes and threads that a small Linux has numbers for.
+            most_untouched: 3000,
+            most_worked: 200,
+            together: 25,
+        },
+    }
+}
+
+/// The series whose machines do nothing, work, and are parked after it.
+const UNTOUCHED: &str = "untouched";
+const WORKED: &str = "worked";
+const PARKED: &str = "parked";
+
+fn series() -> Vec<SeriesPlan> {
+    let setup = Setup { system: System::AgentWithDebian, ..Setup::EBB };
+    let plan = |name, summary| SeriesPlan::new(name, summary, Run::Guests(setup, run));
+    vec![
+        plan(UNTOUCHED, "machines that have answered once"),
+        plan(WORKED, "each has used 256 MiB, freed them, and run some of Python's tests"),
+        plan(PARKED, "and was parked after it"),
+    ]
+}
+
+/// Where guests have their shell.
+const BUSYBOX: &str = "/bin/busybox";
+/// Makes the disk's Debian usable to programs, which write to memory.
+const ENTER: &str = "mkdir -p /debian && mount -t ext4 -o ro,noload /dev/vda /debian && \
+                     mount -t tmpfs tmpfs /debian/tmp && mount -o bind /proc /debian/proc && \
+                     mount -o bind /dev /debian/dev";
+/// The work after the program.
+const WORK: &str = "cd /tmp && PATH=/usr/bin:/bin chroot /debian /usr/bin/python3 -m test -q \
+                    test_bisect test_heapq >/dev/null";
+/// Time limit for each part of the work; a host that swaps may be slow.
+const WORK_LIMIT: Duration = Duration::from_secs(300);
+/// Time for which a machine is left alone after its work. Linux reports what a program has freed
+/// after 2 s, most of it while the work goes on.
+const REST: Duration = Duration::from_secs(3);
+/// What `ebb fork` says when the host has no memory for a machine.
+const NO_ROOM: &str = "do not fit";
+
+/// The host's memory at a moment, MiB.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Look {
+    used_mib: f64,
+    kinds: MemoryKinds,
+}
+
+impl Look {
+    fn new(testbed: &Testbed<'_>) -> Result<Self, LabError> {
+        Ok(Self { used_mib: testbed.usage()?.used_mib, kinds: MemoryKinds::read()? })
+    }
+}
+
+/// Results of a series.
+#[derive(Debug, Default)]
+struct Found {
+    /// Machines with which the host did not swap, and whether no further one fits.
+    fitting: u32,
+    is_full: bool,
+    /// The host before the first machine, and with those that fit.
+    before: Option<Look>,
+    with_all: Option<Look>,
+    /// Memory that each of them shares.
+    shared_mib: Vec<f64>,
+    /// Times from the start of `ebb fork` to the guest's first answer: one after the other, and at
+    /// the same time.
+    answer_ms: Vec<f64>,
+    together_ms: Vec<f64>,
+    work_s: Vec<f64>,
+    park_s: Vec<f64>,
+}
+
+impl Found {
+    /// Whether the first answer takes longer the more machines there are.
+    fn drawing(&self) -> Drawing {
+        let points = (1..).zip(&self.answer_ms).map(|(count, ms)| (f64::from(count), *ms));
+        Drawing {
+            title: "time of the first answer".to_owned(),
+            x: "machines".to_owned(),
+            y: "ms".to_owned(),
+            curves: vec![Curve { name: "first answer".to_owned(), points: points.collect() }],
+        }
+    }
+
+    /// Growth of the host's memory for each machine.
+    fn each_mib(&self, of: impl Fn(&Look) -> f64) -> Option<f64> {
+        let (before, with_all) = (self.before.as_ref()?, self.with_all.as_ref()?);
+        Some((of(with_all) - of(before)) / f64::from(self.fitting))
+    }
+}
+
+fn metrics() -> Vec<Metric<Found>> {
+    fn each(name: &str, title: &str, of: fn(&Look) -> f64) -> Metric<Found> {
+        Metric::lower(name, title, "MiB", move |found: &Found| found.each_mib(of))
+    }
+    fn times(
+        [name, p99]: [&str; 2],
+        title: &str,
+        of: fn(&Found) -> &Vec<f64>,
+    ) -> [Metric<Found>; 2] {
+        [
+            Metric::median(name, title, "ms", move |found: &Found| of(found).clone()),
+            Metric::lower(p99, "its 99th percentile", "ms", move |found: &Found| {
+                quantile(of(found).iter().copied(), 0.99)
+            }),
+        ]
+    }
+    let known =
+        |look: &Look| look.kinds.anonymous_mib + look.kinds.page_tables_mib + look.kinds.kernel_mib;
+    let mut all = vec![
+        Metric::higher("clones_without_swap", "Machines without swap", "", |found: &Found| {
+            found.is_full.then(|| f64::from(found.fitting))
+        }),
+        each("clone_mib", "What the host has in use more, for each machine", |it| it.used_mib),
+        each("own_mib", "of it memory of its processes", |it| it.kinds.anonymous_mib),
+        each("page_tables_mib", "of it page tables", |it| it.kinds.page_tables_mib),
+        each("kernel_mib", "of it memory that the kernel counts as its own", |it| {
+            it.kinds.kernel_mib
+        }),
+        Metric::lower("other_mib", "the rest, mostly of KVM", "MiB", move |found: &Found| {
+            found.each_mib(|look| look.used_mib - known(look))
+        }),
+        Metric::median("shared_mib", "Memory that it shares", "MiB", |found: &Found| {
+            found.shared_mib.clone()
+        })
+        .better_higher(),
+    ];
+    all.extend(times(
+        ["first_answer_ms", "first_answer_p99_ms"],
+        "ebb fork until the guest answers",
+        |found| &found.answer_ms,
+    ));
+    all.extend(times(
+        ["together_answer_ms", "together_answer_p99_ms"],
+        "the same for 25 at once",
+        |found| &found.together_ms,
+    ));
+    all.push(Metric::median("work_s", "The work", "s", |found: &Found| found.work_s.clone()));
+    all.push(Metric::median("park_s", "Parking", "s", |found: &Found| found.park_s.clone()));
+    all
+}
+
+fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
+    let disk = testbed.work_disk()?;
+    let mut found = Found::default();
+    let outcome = clones(testbed, disk.path(), series, &mut found);
+    metrics::measure(&metrics(), &found, series);
+    series.drawings.push(found.drawing());
+    outcome
+}
+
+fn clones(
+    testbed: &Testbed<'_>,
+    disk: &Path,
+    series: &mut Series,
+    found: &mut Found,
+) -> Result<(), LabError> {
+    let sizes = sizes(testbed.scale());
+    let mut template = Template::start(testbed, sizes.guest, Some(disk))?;
+    testbed.events().step(TEMPLATE, "works");
+    shell(&mut template.guest, ENTER)?;
+    work(&mut template.guest, sizes)?;
+    thread::sleep(REST);
+    let (checkpoint, _) = template.checkpoint()?;
+    testbed.events().step(TEMPLATE, "ends");
+    template.end();
+    testbed.show(&[]);
+    if series.name == UNTOUCHED {
+        testbed.events().step(0, "forks several machines at once");
+        found.together_ms = together(&checkpoint, testbed.guests(sizes.together))?;
+    }
+    thread::sleep(REST);
+    found.before = Some(Look::new(testbed)?);
+    let planned = if series.name == UNTOUCHED { sizes.most_untouched } else { sizes.most_worked };
+    let most = testbed.guests(planned);
+    let end = fill(testbed, &template, &checkpoint, most, &series.name, found)?;
+    found.is_full = end != End::Most;
+    series.notes.push(end.describe(found.fitting));
+    Ok(())
+}
+
+/// Why no further machines are made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    Swapped,
+    NoRoom,
+    Most,
+}
+
+impl End {
+    fn describe(self, fitting: u32) -> String {
+        match self {
+            Self::Swapped => format!("ended when the host swapped with machine {}", fitting + 1),
+            Self::NoRoom => "ended when ebb fork found no room for a further machine".to_owned(),
+            Self::Most => format!(
+                "ended with {fitting} machines, the most of this run; the host had not swapped"
+            ),
+        }
+    }
+}
+
+/// Makes machines until the host is full or there are `most`.
+fn fill(
+    testbed: &Testbed<'_>,
+    template: &Template,
+    checkpoint: &Checkpoint,
+    most: u32,
+    series: &str,
+    found: &mut Found,
+) -> Result<End, LabError> {
+    let sizes = sizes(testbed.scale());
+    let mut forks = Vec::new();
+    for number in (0..most).map(|index| TEMPLATE + 1 + index) {
+        testbed.events().step(number, "is forked");
+        let begun = Instant::now();
+        let fork = match checkpoint.fork(number) {
+            Err(error) if found.fitting > 0 && error.to_string().contains(NO_ROOM) => {
+                return Ok(End::NoRoom);
+            }
+            fork => fork?,
+        };
+        fork.wait_answer()?;
+        found.answer_ms.push(ms(begun.elapsed()));
+        if series != UNTOUCHED {
+            testbed.events().step(number, "works");
+            let elapsed = work(&mut fork.console(template)?, sizes)?;
+            found.work_s.push(rounded(elapsed.as_secs_f64()));
+            thread::sleep(REST);
+        }
+        if series == PARKED {
+            testbed.events().step(number, "is parked");
+            found.park_s.push(park(number, &fork, sizes.keep_mib)?);
+        }
+        let pid = fork.pid();
+        forks.push(fork);
+        if testbed.usage()?.swap_used_mib > testbed.swap_threshold_mib() {
+            return Ok(End::Swapped);
+        }
+        found.fitting += 1;
+        found.with_all = Some(Look::new(testbed)?);
+        found.shared_mib.extend(host::shared_mib(pid));
+    }
+    Ok(End::Most)
+}
+
+/// Forks machines at the same time; returns their times until they answered.
+fn together(checkpoint: &Checkpoint, count: u32) -> Result<Vec<f64>, LabError> {
+    let begun = Instant::now();
+    let answer = |number| {
+        let fork = checkpoint.fork(number)?;
+        fork.wait_answer()?;
+        Ok((fork, ms(begun.elapsed())))
+    };
+    let forks: Vec<Result<(Fork, f64), LabError>> = thread::scope(|scope| {
+        let start = |index| scope.spawn(move || answer(TEMPLATE + 1 + index));
+        let all: Vec<_> = (0..count).map(start).collect();
+        all.into_iter().map(|it| it.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
+    });
+    forks.into_iter().map(|made| made.map(|(_fork, answer_ms)| answer_ms)).collect()
+}
+
+/// A program that uses memory and ends, then the work in Debian; returns its time by the guest's
+/// clock.
+fn work(guest: &mut Guest, sizes: Sizes) -> Result<Duration, LabError> {
+    let program = Command::AllocTouchExit { bytes: sizes.program_mib << 20 };
+    let program = guest.command(program, WORK_LIMIT, &mut || {})?;
+    Ok(program.elapsed + shell(guest, WORK)?)
+}
+
+/// Runs a script in a guest.
+fn shell(guest: &mut Guest, script: &str) -> Result<Duration, LabError> {
+    let argv = [BUSYBOX, "sh", "-c", script].map(str::to_owned).to_vec();
+    let answer = guest.command(Command::Exec { argv }, WORK_LIMIT, &mut || {})?;
+    if answer.result["code"] == 0 {
+        return Ok(answer.elapsed);
+    }
+    Err(guest.failed(GuestProblem::Failed(format!("{script}: {}", answer.result))))
+}
+
+/// Parks a machine; returns the time of the call in seconds.
+fn park(number: u32, fork: &Fork, keep_mib: u64) -> Result<f64, LabError> {
+    let begun = Instant::now();
+    let report: Result<ParkReport, _> =
+        fork.client().put_json("/vm/park", &json!({ "keep_bytes": keep_mib << 20 }));
+    report.map_err(|error| LabError::unexpected(number, error))?;
+    Ok(rounded(begun.elapsed().as_secs_f64()))
+}
+
+fn ms(time: Duration) -> f64 {
+    rounded(time.as_secs_f64() * 1000.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn guest_and_host_have_room_for_the_program() {
+        for scale in [Scale::Demo, Scale::Full] {
+            let sizes = sizes(scale);
+            assert!(sizes.program_mib + 192 < sizes.guest.memory_mib);
+            assert!(sizes.guest.memory_mib + 512 < sizes.host.memory_mib);
+            assert!(sizes.most_worked < sizes.most_untouched);
+        }
+    }
+
+    #[test]
+    fn memory_is_that_of_each_machine() {
+        let look = |used_mib, anonymous_mib, page_tables_mib, kernel_mib| Look {
+            used_mib,
+            kinds: MemoryKinds { anonymous_mib, page_tables_mib, kernel_mib },
+        };
+        let found = Found {
+            fitting: 4,
+            is_full: true,
+            before: Some(look(100.0, 50.0, 2.0, 20.0)),
+            with_all: Some(look(116.0, 58.0, 4.0, 22.0)),
+            answer_ms: (1..=100).map(f64::from).collect(),
+            ..Found::default()
+        };
+        let mut series = Series::new(UNTOUCHED, String::new());
+        metrics::measure(&metrics(), &found, &mut series);
+        let metric = |name: &str| series.metrics[name];
+        assert_eq!(metric("clones_without_swap"), Some(4.0));
+        assert_eq!(metric("clone_mib"), Some(4.0));
+        assert_eq!((metric("own_mib"), metric("page_tables_mib")), (Some(2.0), Some(0.5)));
+        assert_eq!((metric("kernel_mib"), metric("other_mib")), (Some(0.5), Some(1.0)));
+        assert_eq!(metric("first_answer_p99_ms"), Some(99.0));
+        assert_eq!((metric("together_answer_ms"), metric("park_s")), (None, None));
+    }
+
+    #[test]
+    fn a_host_that_has_room_for_more_has_no_number_of_machines() {
+        let mut series = Series::new(WORKED, String::new());
+        metrics::measure(&metrics(), &Found::default(), &mut series);
+        assert!(series.metrics.values().all(Option::is_none));
+        let found = Found { fitting: 6, ..Found::default() };
+        metrics::measure(&metrics(), &found, &mut series);
+        assert_eq!(series.metrics["clones_without_swap"], None);
+        assert!(End::Most.describe(6).contains("6 machines"));
+        assert!(End::Swapped.describe(6).contains("machine 7"));
+    }
+}

@@ -1,0 +1,392 @@
+//! Machines that are forked from a running one by `ebb fork`, and their first answers.
+//!
+//! The guest of a template has a service that sends back what arrives on a socket of the host. Its
+//! forks continue it, so that the time of the first answer is that of a program in the guest.
+
+use std::fs;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command as Program;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ebb_agent::protocol::Command;
+use ebb_agent::vsock::Service;
+use ebb_vmm::api::{CheckpointReport, Client, SnapshotReport};
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use tempfile::TempDir;
+
+use crate::LabError;
+use crate::error::GuestProblem;
+use crate::harness::guest::Guest;
+use crate::harness::size::GuestSize;
+use crate::harness::testbed::Testbed;
+
+/// Number of the template among the guests of its series.
+pub const TEMPLATE: u32 = 1;
+/// Modules that a template's guest needs for its socket.
+pub const SOCKET_MODULE: &str = "vmw_vsock_virtio_transport";
+/// Port of the guest's service.
+const PORT: u32 = 52;
+/// Time limit for a template's boot; an emulated host may be slow.
+const BOOT_LIMIT: Duration = Duration::from_secs(240);
+/// Time limit for a request to a monitor, snapshots included.
+const API_LIMIT: Duration = Duration::from_secs(180);
+/// Time limit for the first answer of a machine.
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+/// Time limit for one attempt to be answered. A connection that the guest does not expect is reset
+/// at once.
+const ATTEMPT_LIMIT: Duration = Duration::from_secs(10);
+/// Interval of attempts.
+const RETRY: Duration = Duration::from_millis(1);
+/// Time limit for the end of a killed monitor.
+const END_LIMIT: Duration = Duration::from_secs(20);
+/// Interval of looking for it.
+const END_INTERVAL: Duration = Duration::from_millis(5);
+/// Number of templates of this process, for the names of their checkpoints.
+static CHECKPOINTS: AtomicU32 = AtomicU32::new(0);
+
+/// A guest from which machines are forked.
+pub struct Template {
+    /// The guest.
+    pub guest: Guest,
+    directory: Arc<TempDir>,
+    ebb: PathBuf,
+    /// Its disk, as an option of its forks.
+    disk: Option<String>,
+}
+
+impl Template {
+    /// Boots it, with a disk that it only reads, and starts its service.
+    ///
+    /// # Errors
+    /// Those of a guest's start.
+    pub fn start(
+        testbed: &Testbed<'_>,
+        size: GuestSize,
+        disk: Option<&Path>,
+    ) -> Result<Self, LabError> {
+        let directory = tempfile::tempdir().map_err(LabError::of_file(std::env::temp_dir()))?;
+        testbed.events().step(TEMPLATE, "starts");
+        let mut command = testbed.command(size, Some(&directory.path().join("template.sock")))?;
+        let vsock = directory.path().join("template.vsock");
+        command.args(["--forkable", "--vsock", &format!("path={}", vsock.display())]);
+        // Past the host's cache, which would count as memory of the machines.
+        let disk = disk.map(|path| format!("path={},readonly=on,direct=on", path.display()));
+        command.args(disk.iter().flat_map(|disk| ["--disk", disk]));
+        let mut guest = Guest::start(TEMPLATE, command)?;
+        testbed.show(&[guest.pid()]);
+        guest.wait_ready(BOOT_LIMIT)?;
+        guest.begin(Command::VsockServe { port: PORT, service: Service::Echo })?;
+        let ebb = testbed.ebb().get_program().into();
+        Ok(Self { guest, directory: Arc::new(directory), ebb, disk })
+    }
+
+    /// Its API.
+    pub fn client(&self) -> Client {
+        Client::new(self.directory.path().join("template.sock"), API_LIMIT)
+    }
+
+    /// Makes a checkpoint of it, by `ebb ctl SOCKET checkpoint NAME`.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn checkpoint(&self) -> Result<(Checkpoint, CheckpointReport), LabError> {
+        let number = CHECKPOINTS.fetch_add(1, Ordering::Relaxed);
+        let checkpoint = Checkpoint {
+            name: format!("ebb-lab-{}-{number}", std::process::id()),
+            directory: Arc::clone(&self.directory),
+            ebb: self.ebb.clone(),
+            disk: self.disk.clone(),
+        };
+        let socket = self.directory.path().join("template.sock");
+        let mut program = Program::new(&self.ebb);
+        program.arg("ctl").arg(socket).args(["checkpoint", &checkpoint.name, "--json"]);
+        let report = document(TEMPLATE, program)?;
+        Ok((checkpoint, report))
+    }
+
+    /// Writes a snapshot of it.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn snapshot(&self) -> Result<Snapshot, LabError> {
+        Snapshot::take(TEMPLATE, &self.client(), self.directory.path().join("template.snapshot"))
+    }
+
+    /// Ends its monitor, and waits until the memory of that is free.
+    pub fn end(&mut self) {
+        self.guest.kill();
+        wait_end(|| self.guest.ended_by_itself().is_some());
+    }
+}
+
+/// A snapshot's file, which is removed when this is dropped.
+pub struct Snapshot {
+    /// The monitor's report.
+    pub report: SnapshotReport,
+    path: PathBuf,
+}
+
+impl Snapshot {
+    fn take(guest: u32, client: &Client, path: PathBuf) -> Result<Self, LabError> {
+        let report = ebb_vmm::snapshot::take(client, &path)
+            .map_err(|error| LabError::unexpected(guest, error))?;
+        Ok(Self { report, path })
+    }
+
+    /// Restores it once; returns the time from the start of `ebb restore` to the first answer. The
+    /// machine is ended.
+    ///
+    /// # Errors
+    /// Those of a guest's start.
+    pub fn restore(&self, testbed: &Testbed<'_>, number: u32) -> Result<Duration, LabError> {
+        let socket = |kind: &str| self.path.with_file_name(format!("restored-{number}.{kind}"));
+        let vsock = socket("vsock");
+        let mut command = testbed.restore_command(&self.path, &socket("sock"));
+        command.args(["--vsock", &format!("path={}", vsock.display())]);
+        let begun = Instant::now();
+        let mut guest = Guest::start(number, command)?;
+        wait_answer(number, &vsock, || guest.ended_by_itself())?;
+        Ok(begun.elapsed())
+    }
+}
+
+impl Drop for Snapshot {
+    fn drop(&mut self) {
+        // It is in a directory that is removed.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// A checkpoint in memory, which is removed when this is dropped.
+pub struct Checkpoint {
+    name: String,
+    directory: Arc<TempDir>,
+    ebb: PathBuf,
+    disk: Option<String>,
+}
+
+/// What `ebb fork --json` prints.
+#[derive(Deserialize)]
+struct Report {
+    machines: Vec<Made>,
+}
+
+#[derive(Deserialize)]
+struct Made {
+    pid: i32,
+}
+
+impl Checkpoint {
+    /// Makes a machine by `ebb fork`; it has this number among the guests of its series.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn fork(&self, number: u32) -> Result<Fork, LabError> {
+        let mut forks = self.fork_several(number, 1, &number.to_string())?;
+        forks.pop().ok_or_else(|| LabError::unexpected(number, "no machine was made"))
+    }
+
+    /// Makes `count` machines by one `ebb fork -n`, the first of them with this number.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn fork_many(&self, first: u32, count: u32) -> Result<Vec<Fork>, LabError> {
+        self.fork_several(first, count, &format!("{first}-{{}}"))
+    }
+
+    fn fork_several(&self, first: u32, count: u32, name: &str) -> Result<Vec<Fork>, LabError> {
+        let path = |kind: &str| self.directory.path().join(format!("{name}.{kind}"));
+        let (api, vsock) = (path("sock"), path("vsock"));
+        let mut program = Program::new(&self.ebb);
+        program.args(["fork", &self.name, "-n", &count.to_string(), "--json", "--api"]).arg(&api);
+        program.args(["--vsock", &format!("path={}", vsock.display())]);
+        program.args(self.disk.iter().flat_map(|disk| ["--disk", disk]));
+        let report: Report = document(first, program)?;
+        let of = |pattern: &Path, index: u32| {
+            PathBuf::from(pattern.display().to_string().replace("{}", &index.to_string()))
+        };
+        let fork = |(index, made): (u32, Made)| {
+            let pid = Pid::from_raw(made.pid)?;
+            let (api, vsock) = (of(&api, index), of(&vsock, index));
+            Some(Fork { number: first + index, pid, api, vsock, ebb: self.ebb.clone() })
+        };
+        Ok((0..).zip(report.machines).filter_map(fork).collect())
+    }
+}
+
+impl Drop for Checkpoint {
+    fn drop(&mut self) {
+        // Without a checkpoint it fails.
+        let _ = Program::new(&self.ebb).args(["checkpoints", "remove", &self.name]).output();
+    }
+}
+
+/// A machine that was forked; its monitor is killed when this is dropped.
+pub struct Fork {
+    number: u32,
+    pid: Pid,
+    api: PathBuf,
+    vsock: PathBuf,
+    ebb: PathBuf,
+}
+
+impl Fork {
+    /// Process of its monitor.
+    pub fn pid(&self) -> u32 {
+        self.pid.as_raw_nonzero().get().unsigned_abs()
+    }
+
+    /// Its API.
+    pub fn client(&self) -> Client {
+        Client::new(&self.api, API_LIMIT)
+    }
+
+    /// Waits until a program of its guest answers.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn wait_answer(&self) -> Result<(), LabError> {
+        let lost = || {
+            let ended = test_kill_process(self.pid).is_err();
+            ended.then(|| LabError::unexpected(self.number, "its monitor has ended"))
+        };
+        wait_answer(self.number, &self.vsock, lost)
+    }
+
+    /// Connects with the console of its guest, which was forked from `template`.
+    ///
+    /// # Errors
+    /// [`LabError::StartMonitor`].
+    pub fn console(&self, template: &Template) -> Result<Guest, LabError> {
+        let mut program = Program::new(&self.ebb);
+        program.arg("console").arg(&self.api);
+        template.guest.forked(self.number, program)
+    }
+
+    /// Writes a snapshot of it.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn snapshot(&self) -> Result<Snapshot, LabError> {
+        Snapshot::take(self.number, &self.client(), self.api.with_extension("snapshot"))
+    }
+}
+
+impl Drop for Fork {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = kill_process(self.pid, Signal::KILL);
+        wait_end(|| test_kill_process(self.pid).is_err());
+    }
+}
+
+/// Waits for the end of a process that was killed.
+fn wait_end(mut has_ended: impl FnMut() -> bool) {
+    let deadline = Instant::now() + END_LIMIT;
+    while !has_ended() && Instant::now() < deadline {
+        thread::sleep(END_INTERVAL);
+    }
+}
+
+/// Runs `ebb`; returns the document that it prints.
+fn document<T: DeserializeOwned>(guest: u32, mut program: Program) -> Result<T, LabError> {
+    let output = program.output().map_err(|cause| LabError::StartMonitor {
+        program: program.get_program().to_string_lossy().into_owned(),
+        cause,
+    })?;
+    if !output.status.success() {
+        let text = String::from_utf8_lossy(&output.stderr).trim_end().to_owned();
+        return Err(LabError::guest(guest, GuestProblem::Failed(text)));
+    }
+    serde_json::from_slice(&output.stdout).map_err(|error| LabError::unexpected(guest, error))
+}
+
+/// Waits until the service of a guest answers; `lost` finds that it cannot.
+fn wait_answer(
+    guest: u32,
+    vsock: &Path,
+    mut lost: impl FnMut() -> Option<LabError>,
+) -> Result<(), LabError> {
+    let deadline = Instant::now() + ANSWER_LIMIT;
+    while !answers(vsock) {
+        if let Some(error) = lost() {
+            return Err(error);
+        }
+        if Instant::now() > deadline {
+            let problem = GuestProblem::TimeOut { what: "first answer", limit: ANSWER_LIMIT };
+            return Err(LabError::guest(guest, problem));
+        }
+        thread::sleep(RETRY);
+    }
+    Ok(())
+}
+
+/// Whether a byte comes back from the service (docs/vsock.md).
+fn answers(vsock: &Path) -> bool {
+    const MOST_BYTES: u64 = 64;
+    let exchange = || -> std::io::Result<bool> {
+        let mut stream = UnixStream::connect(vsock)?;
+        stream.set_read_timeout(Some(ATTEMPT_LIMIT))?;
+        stream.write_all(format!("CONNECT {PORT}\n").as_bytes())?;
+        let mut line = String::new();
+        // The service says nothing by itself: no more than the line can be read.
+        BufReader::new((&stream).take(MOST_BYTES)).read_line(&mut line)?;
+        let mut answer = [0];
+        stream.write_all(b"?")?;
+        stream.read_exact(&mut answer)?;
+        Ok(line.starts_with("OK ") && &answer == b"?")
+    };
+    exchange().unwrap_or(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixListener;
+
+    #[test]
+    fn an_answer_is_a_byte_that_comes_back() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("vsock");
+        assert!(!answers(&path), "there is no socket");
+        let listener = UnixListener::bind(&path).unwrap();
+        for (line, back, expected) in
+            [("OK 1073741824\n", "?", true), ("OK 1\n", "!", false), ("", "", false)]
+        {
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    let (mut stream, _) = listener.accept().unwrap();
+                    let mut asked = String::new();
+                    BufReader::new(&stream).read_line(&mut asked).unwrap();
+                    assert_eq!(asked, "CONNECT 52\n");
+                    stream.write_all(line.as_bytes()).unwrap();
+                    if expected {
+                        stream.read_exact(&mut [0]).unwrap();
+                    }
+                    stream.write_all(back.as_bytes()).unwrap();
+                });
+                assert_eq!(answers(&path), expected);
+            });
+        }
+    }
+
+    #[test]
+    fn a_failure_of_the_program_is_shown() {
+        let shell = |script| {
+            let mut program = Program::new("/bin/sh");
+            program.args(["-c", script]);
+            document::<Report>(7, program)
+        };
+        let error = shell("echo 'no such checkpoint' >&2; exit 1").err().unwrap().to_string();
+        assert!(error.contains("guest 7") && error.contains("no such checkpoint"), "{error}");
+        let made = shell("echo '{\"machines\": [{\"pid\": 42, \"elapsed_us\": 7}]}'").unwrap();
+        assert_eq!(made.machines[0].pid, 42);
+    }
+}
