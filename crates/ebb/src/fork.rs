@@ -169,7 +169,10 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         options.check(&info)?;
     }
     check_room(args.n)?;
-    let (machines, failed) = std::thread::scope(|scope| make(args, options, &held, scope))?;
+    let (machines, failed) = std::thread::scope(|scope| {
+        let may_have_agent = args.hooks.is_on() && info.vsock_driver;
+        make(args, options, &held, may_have_agent, scope)
+    })?;
     let elapsed_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
     let report = Report { paused_us, elapsed_ms, machines };
     let mut out = io::stdout().lock();
@@ -198,6 +201,7 @@ fn make<'scope>(
     args: &Args,
     options: Vec<ForkOptions>,
     held: &Held,
+    may_have_agent: bool,
     scope: &'scope Scope<'scope, '_>,
 ) -> anyhow::Result<(Vec<Made>, Option<anyhow::Error>)> {
     let mut forks = Forks::of(held);
@@ -227,7 +231,7 @@ fn make<'scope>(
                     answered_us: None,
                     reseeded: None,
                 };
-                let is_asked = args.hooks.is_on() && !options.paused;
+                let is_asked = may_have_agent && !options.paused;
                 let answer = options.vsock.filter(|_| is_asked).map(|vsock| {
                     scope.spawn(move || (hooks::in_fork(&vsock.path, number), Instant::now()))
                 });

@@ -40,8 +40,8 @@ pub fn around<T>(
         return make();
     }
     let vm: VmInfo = client.get("/vm")?;
-    let vsock = vm.vsock.filter(|_| vm.state == VmState::Running).map(|it| PathBuf::from(it.path));
-    let Some(vsock) = vsock else { return make() };
+    let vsock = vm.vsock.filter(|vsock| vsock.driver && vm.state == VmState::Running);
+    let Some(vsock) = vsock.map(|vsock| PathBuf::from(vsock.path)) else { return make() };
     let has_agent = tell(&vsock, Moment::Before)
         .context("the guest is not ready for a checkpoint (--hooks off does not ask it)");
     // Also after a script that has failed: those before it have done their work.

@@ -105,6 +105,8 @@ pub struct VsockInfo {
     pub cid: u32,
     /// The socket that clients of the host connect to.
     pub path: String,
+    /// Whether the guest has a driver for it, without which it answers no connection.
+    pub driver: bool,
     /// Connections, also those that are about to begin or to end.
     pub connections: u64,
 }

@@ -60,6 +60,8 @@ pub struct CheckpointInfo {
     pub nets: usize,
     /// Whether it has a socket device.
     pub vsock: bool,
+    /// Whether the guest has a driver for that.
+    pub vsock_driver: bool,
     /// Machines that were forked from it.
     pub forks: u64,
 }

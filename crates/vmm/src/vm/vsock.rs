@@ -67,10 +67,12 @@ impl VsockHandle {
 
     pub(super) fn info(&self) -> VsockInfo {
         let path: PathBuf = self.config.path.clone();
+        let device = super::lock(&self.device);
         VsockInfo {
             cid: self.config.cid,
             path: path.display().to_string(),
-            connections: super::lock(&self.device).device().connections() as u64,
+            driver: device.device().has_driver(),
+            connections: device.device().connections() as u64,
         }
     }
 

@@ -404,7 +404,12 @@ impl TestVm {
             isolation: IsolationInfo::default(),
             version: "0.1.0".into(),
             balloon: (state.mood != Mood::NoBalloon).then_some(summary),
-            vsock: Some(VsockInfo { cid: 3, path: "/run/vm.vsock".into(), connections: 2 }),
+            vsock: Some(VsockInfo {
+                cid: 3,
+                path: "/run/vm.vsock".into(),
+                driver: true,
+                connections: 2,
+            }),
         }
     }
 

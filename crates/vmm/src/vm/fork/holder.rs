@@ -13,6 +13,7 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFl
 use super::{DiskCopy, Forkable};
 use crate::boot::BootImage;
 use crate::checkpoint::{Answer, CheckpointInfo, ForkRequest, Request};
+use crate::devices::virtio::state::DeviceState;
 use crate::forked::{Side, close_others, fork, redirect};
 use crate::packet;
 use crate::snapshot::MachineState;
@@ -60,6 +61,10 @@ impl<'a> Template<'a> {
             disks: vm.config.disks.len(),
             nets: vm.config.nets.len(),
             vsock: vm.config.vsock.is_some(),
+            vsock_driver: state
+                .devices
+                .iter()
+                .any(|saved| saved.active && matches!(saved.device, DeviceState::Vsock { .. })),
             forks: 0,
         };
         Self { vm, forkable, state: Some(state), image, copies, info }

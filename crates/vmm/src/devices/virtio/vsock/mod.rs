@@ -130,6 +130,11 @@ impl Vsock {
         self.muxer.len()
     }
 
+    /// Whether the guest's driver has started the device.
+    pub fn has_driver(&self) -> bool {
+        !self.queues.is_empty()
+    }
+
     /// Counters.
     pub fn counters(&self) -> VsockCounters {
         self.muxer.counters
