@@ -20,7 +20,7 @@ use crate::error::GuestProblem;
 use crate::harness::experiment::{Experiment, Needed, Needs, Run, SeriesPlan, parameters};
 use crate::harness::forks::{Checkpoint, Fork, SOCKET_MODULE, TEMPLATE, Template};
 use crate::harness::guest::Guest;
-use crate::harness::host::{self, MemoryKinds};
+use crate::harness::host::{self, MemoryKinds, MemoryState};
 use crate::harness::monitor::{Setup, System};
 use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::testbed::Testbed;
@@ -119,8 +119,9 @@ const WORK_LIMIT: Duration = Duration::from_secs(300);
 /// Time for which a machine is left alone after its work. Linux reports what a program has freed
 /// after 2 s, most of it while the work goes on.
 const REST: Duration = Duration::from_secs(3);
-/// What `ebb fork` says when the host has no memory for a machine.
-const NO_ROOM: &str = "do not fit";
+/// A host with less than this part of its RAM available has no room: `ebb fork` refuses, or waits
+/// in vain for a checkpoint that is being swapped in.
+const NO_ROOM_PART: u64 = 50;
 
 /// The host's memory at a moment, MiB.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -298,9 +299,7 @@ fn fill(
         testbed.events().step(number, "is forked");
         let begun = Instant::now();
         let fork = match checkpoint.fork(number) {
-            Err(error) if found.fitting > 0 && error.to_string().contains(NO_ROOM) => {
-                return Ok(End::NoRoom);
-            }
+            Err(_) if found.fitting > 0 && has_no_room()? => return Ok(End::NoRoom),
             fork => fork?,
         };
         fork.wait_answer()?;
@@ -325,6 +324,12 @@ fn fill(
         found.shared_mib.extend(host::shared_mib(pid));
     }
     Ok(End::Most)
+}
+
+/// Whether the host has no memory available.
+fn has_no_room() -> Result<bool, LabError> {
+    let state = MemoryState::read()?;
+    Ok(state.available_kib < state.total_kib / NO_ROOM_PART)
 }
 
 /// Forks machines at the same time; returns their times until they answered.
