@@ -315,7 +315,7 @@ const MOST_LOG_BYTES: u64 = 64 << 10;
 
 /// What a machine takes at least that has not run yet: pages of the monitor, of its companion and
 /// of KVM, and page tables.
-const LEAST_BYTES: u64 = 2 << 20;
+const LEAST_BYTES: u64 = 3 << 20;
 
 /// Refuses more machines than the host has room for when none of them has run.
 fn check_room(n: u32) -> anyhow::Result<()> {
@@ -326,8 +326,8 @@ fn check_room(n: u32) -> anyhow::Result<()> {
     let fitting = available / LEAST_BYTES;
     if u64::from(n) > fitting {
         bail!(
-            "{n} machines do not fit: the host has {} available, and each takes {} before it has \
-             run; make at most {fitting}",
+            "not so many fit (-n {n}): the host has {} available, and each machine takes {} before \
+             it has run, so that there is room for {fitting}",
             ByteSize::from_bytes(available).rounded(),
             ByteSize::from_bytes(LEAST_BYTES),
         );

@@ -569,7 +569,7 @@ fn refused_requests(scene: &Scene) {
     let text = failure(scene, &["fork", &name, "--api", api, "--disk", "path=/nowhere"]);
     assert!(text.contains("0 disks"), "{text}");
     let text = failure(scene, &["fork", &name, "-n", "10000"]);
-    assert!(text.contains("do not fit"), "{text}");
+    assert!(text.contains("room for"), "{text}");
     let text = failure(scene, &["fork", &name, "--api", &socket]);
     assert!(text.contains("another process listens"), "{text}");
     assert!(!Path::new(api).exists() && !Path::new(&format!("{api}.vsock")).exists());

@@ -63,6 +63,13 @@ pub enum CheckpointError {
     /// Its process does not answer.
     #[error("the checkpoint does not answer: {0}")]
     Gone(io::Error),
+    /// Its process says nothing.
+    #[error(
+        "the checkpoint has not answered for {} s: it serves another client, or the host is short of \
+         memory",
+        PATIENCE.tv_sec
+    )]
+    Silent,
     /// It refused.
     #[error("{0}")]
     Refused(String),
@@ -345,7 +352,10 @@ impl Held {
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<Packet<Answer>, CheckpointError> {
         packet::send(&self.socket, request, descriptors).map_err(CheckpointError::Gone)?;
-        let packet = packet::receive_packet(&self.socket).map_err(CheckpointError::Gone)?;
+        let packet = packet::receive_packet(&self.socket).map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => CheckpointError::Silent,
+            _ => CheckpointError::Gone(error),
+        })?;
         let packet =
             packet.ok_or_else(|| CheckpointError::Gone(io::ErrorKind::UnexpectedEof.into()))?;
         match packet.message {
