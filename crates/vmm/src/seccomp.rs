@@ -316,10 +316,10 @@ const BROKER: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
-/// Calls of a thread that makes a checkpoint, of the process that it forks, and of the machines that
-/// this one builds: copies of disks, a session of its own, descriptors that take the place of others
-/// or are closed, events, the file systems of disks, filters for the threads, and what the threads
-/// do before those.
+/// Calls of a thread that makes a checkpoint, of the process that it forks, and of the machines
+/// that this one builds: copies of disks, a session of its own, descriptors that take the place of
+/// others or are closed, events, the file systems of disks, filters for the threads, and what the
+/// threads do before those.
 const FORK: &[c_long] = &[
     libc::SYS_close_range,
     libc::SYS_copy_file_range,

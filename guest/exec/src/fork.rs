@@ -16,8 +16,8 @@ pub const SCRIPTS: &str = "/etc/ebb/fork.d";
 /// How much of a script's last words is sent.
 const MOST_WORDS: usize = 1000;
 
-/// Runs all scripts for a moment, in the order of their names. In a fork, the kernel gets new random
-/// numbers first.
+/// Runs all scripts for a moment, in the order of their names. In a fork, the kernel gets new
+/// random numbers first.
 ///
 /// # Errors
 /// The first script that fails; later ones are not run.

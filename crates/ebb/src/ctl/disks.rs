@@ -97,8 +97,8 @@ fn describe(disk: &DiskInfo) -> String {
     let written = bytes(requests.written_bytes);
     let discarded = bytes(requests.discarded_bytes);
     format!(
-        "{path}: {size}, {format}{readonly}{direct}; {read} read, {written} written, {discarded} discarded, \
-         {} errors",
+        "{path}: {size}, {format}{readonly}{direct}; {read} read, {written} written, {discarded} \
+         discarded, {} errors",
         requests.errors
     )
 }

@@ -351,8 +351,8 @@ fn what_each_has_alone(scene: &Scene) {
     silently(scene, &["checkpoints", "remove", &name, &plain]);
 }
 
-/// Scripts in the guest, and random numbers that no two machines have in common. Their raw disks are
-/// made of the checkpoint's copy.
+/// Scripts in the guest, and random numbers that no two machines have in common. Their raw disks
+/// are made of the checkpoint's copy.
 fn what_its_guest_is_told(scene: &Scene) {
     let vsock = format!("path={}", scene.path("vsock").display());
     fs::write(scene.path("raw"), "content\n".repeat(1 << 15)).unwrap();

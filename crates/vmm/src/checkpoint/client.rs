@@ -65,8 +65,8 @@ pub enum CheckpointError {
     Gone(io::Error),
     /// Its process says nothing.
     #[error(
-        "the checkpoint has not answered for {} s: it serves another client, or the host is short of \
-         memory",
+        "the checkpoint has not answered for {} s: it serves another client, or the host is short \
+         of memory",
         PATIENCE.tv_sec
     )]
     Silent,

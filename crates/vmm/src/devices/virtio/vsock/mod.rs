@@ -91,7 +91,8 @@ enum Reset {
     /// It must be informed.
     Owed,
     /// It was. It would end new connections, too, until it has handled the event: then it gives the
-    /// buffer back, as Linux does (net/vmw_vsock/virtio_transport.c, `virtio_transport_event_work`).
+    /// buffer back, as Linux does (net/vmw_vsock/virtio_transport.c,
+    /// `virtio_transport_event_work`).
     Told {
         /// Index of the next event buffer that it gives.
         next: Wrapping<u16>,
