@@ -104,10 +104,11 @@ enum Command {
         /// remove NAME`. A path with a slash: a file, as `snapshot` writes it
         #[arg(value_name = "NAME|FILE")]
         target: String,
-        /// Copy the disks that the guest writes to in the same moment, for machines whose disks do
-        /// not exist yet
-        #[arg(long, default_value = "on", value_parser = word::<Switch>())]
-        copy_disks: Switch,
+        /// Copy the disks that the guest writes to in the same moment, to files without names in
+        /// this directory, for machines whose disks do not exist yet. On the file system of the
+        /// disks, if its files can share blocks
+        #[arg(long, value_name = "DIR")]
+        copy_disks: Option<PathBuf>,
         /// Have the guest's agent run the scripts in /etc/ebb/fork.d before and after it
         #[arg(long, default_value = "on", value_parser = word::<Switch>())]
         hooks: Switch,
@@ -223,7 +224,7 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         Command::Checkpoint { target, copy_disks, hooks } => {
             let place = checkpoints::place(&target)?;
             let report = hooks::around(&client, hooks, || {
-                Ok(checkpoint::keep(&client, &place, &target, copy_disks)?)
+                Ok(checkpoint::keep(&client, &place, &target, copy_disks.as_deref())?)
             })?;
             show(out, form, &report, checkpoint_rows)
         }

@@ -33,7 +33,8 @@ need it. The command ends when all machines run; they go on in the background, u
 powers off or `ebb ctl SOCKET kill`. `ebb console SOCKET` connects with their serial lines.
 
 A writable disk or overlay that does not exist is made with the content of the moment of the
-checkpoint. One that exists must have that content: an image that was written since is refused.
+checkpoint, if that has copies (ebb ctl SOCKET checkpoint NAME --copy-disks DIR). One that exists
+must have that content: an image that was written since is refused.
 
 If a machine cannot be made, those that were made go on, and are named.
 
@@ -162,8 +163,8 @@ fn microseconds(duration: Duration) -> u64 {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let options = (0..args.n).map(|number| options(args, number)).collect::<Result<Vec<_>, _>>()?;
     let started = Instant::now();
-    let copies = Switch::from_bool(options.iter().any(ForkOptions::needs_copies));
-    let (held, paused_us) = open(&args.source, copies, args.hooks)?;
+    let copies = options.iter().find_map(ForkOptions::place_of_copies);
+    let (held, paused_us) = open(&args.source, copies.as_deref(), args.hooks)?;
     let (info, _) = held.info()?;
     for options in &options {
         options.check(&info)?;
@@ -172,7 +173,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let (machines, failed) = std::thread::scope(|scope| {
         let may_have_agent = args.hooks.is_on() && info.vsock_driver;
         make(args, options, &held, may_have_agent, scope)
-    })?;
+    });
     let elapsed_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
     let report = Report { paused_us, elapsed_ms, machines };
     let mut out = io::stdout().lock();
@@ -203,7 +204,7 @@ fn make<'scope>(
     held: &Held,
     may_have_agent: bool,
     scope: &'scope Scope<'scope, '_>,
-) -> anyhow::Result<(Vec<Made>, Option<anyhow::Error>)> {
+) -> (Vec<Made>, Option<anyhow::Error>) {
     let mut forks = Forks::of(held);
     let mut coming = BTreeMap::new();
     let (mut running, mut machines) = (VecDeque::new(), BTreeMap::new());
@@ -213,8 +214,14 @@ fn make<'scope>(
         // After a failure, those that are under way are still waited for.
         while failed.is_none() && forks.coming() < AT_ONCE {
             let Some((number, options)) = options.next() else { break };
-            let log = Log::open(args, number)?;
             let begun = Instant::now();
+            let log = match Log::open(args, number) {
+                Ok(log) => log,
+                Err(error) => {
+                    failed = Some(error.context(format!("machine {number}")));
+                    break;
+                }
+            };
             match forks.begin(number, &options, log.writer()) {
                 Ok(()) => drop(coming.insert(number, (begun, options, log))),
                 Err(error) => failed = Some(log.failure(number, error)),
@@ -247,7 +254,7 @@ fn make<'scope>(
     while !running.is_empty() {
         collect(&mut running, &mut machines, &mut failed);
     }
-    Ok((machines.into_values().collect(), failed))
+    (machines.into_values().collect(), failed)
 }
 
 /// Takes the answer of the guest that was asked first.
@@ -336,7 +343,7 @@ fn check_room(n: u32) -> anyhow::Result<()> {
 }
 
 /// A checkpoint by its name, or one of a running machine that ends with the connection.
-fn open(source: &str, copies: Switch, hooks: Switch) -> anyhow::Result<(Held, Option<u64>)> {
+fn open(source: &str, copies: Option<&Path>, hooks: Switch) -> anyhow::Result<(Held, Option<u64>)> {
     let is_socket = std::fs::metadata(source).is_ok_and(|file| file.file_type().is_socket());
     if source.contains('/') || is_socket {
         let client = Client::new(source, PATIENCE);

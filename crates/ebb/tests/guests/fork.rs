@@ -257,13 +257,16 @@ fn what_each_has_alone(scene: &Scene) {
     parent.wait_started(serving);
     // Its disk is copied in the moment of the checkpoint.
     let name = unique(scene, "own");
-    checkpoint(scene, &parent, &name);
+    let socket = parent.socket().to_str().unwrap();
+    let copies = ["--copy-disks", &path("")];
+    silently(scene, &[&["ctl", socket, "checkpoint", &name], &copies[..]].concat());
     write(&parent, "parent");
     // The same by hand, of a machine that is paused.
     parent.put("/vm/pause");
     let plain = unique(scene, "plain");
-    let socket = parent.socket().to_str().unwrap();
-    silently(scene, &["ctl", socket, "checkpoint", &plain, "--copy-disks", "off"]);
+    silently(scene, &["ctl", socket, "checkpoint", &plain]);
+    let nowhere = ["ctl", socket, "checkpoint", "nowhere", "--copy-disks", "/nowhere"];
+    assert!(failure(scene, &nowhere).contains("/nowhere"));
     fs::copy(path("overlay"), path("by-hand")).unwrap();
     let modified = fs::metadata(path("overlay")).unwrap().modified().unwrap();
     let by_hand = fs::File::options().write(true).open(path("by-hand")).unwrap();
@@ -395,7 +398,9 @@ fn what_its_guest_is_told(scene: &Scene) {
         chmod +x 10-note";
     shell(socket, &script.replace("\\n", "\n"));
     let name = unique(scene, "told");
-    checkpoint(scene, &parent, &name);
+    let folder = scene.path("");
+    let copies = ["--copy-disks", folder.to_str().unwrap()];
+    silently(scene, &[&["ctl", socket, "checkpoint", &name], &copies[..]].concat());
     assert_eq!(shell(socket, "cat /moments"), "before\ncontinue\n");
     let mut randoms = BTreeSet::new();
     let batch = 16;
@@ -422,8 +427,9 @@ fn what_its_guest_is_told(scene: &Scene) {
     assert_eq!(shell(socket, "cat /moments; rm /fails"), "before\ncontinue\n".repeat(2));
     silently(scene, &["ctl", socket, "checkpoint", &second, "--hooks", "off"]);
     assert_eq!(shell(socket, "cat /moments; touch /fails"), "before\ncontinue\n".repeat(2));
-    silently(scene, &["ctl", socket, "checkpoint", &unique(scene, "fails"), "--hooks", "off"]);
     let failing = unique(scene, "fails");
+    let arguments = ["ctl", socket, "checkpoint", &failing, "--hooks", "off"];
+    silently(scene, &[&arguments, &copies[..]].concat());
     let api = scene.path("fails");
     let more = ["--vsock", &sockets, "--disk", &disks];
     let arguments = [&["fork", &failing, "--api", api.to_str().unwrap()], &more[..]].concat();
@@ -573,6 +579,15 @@ fn refused_requests(scene: &Scene) {
     let text = failure(scene, &["fork", &name, "--api", &socket]);
     assert!(text.contains("another process listens"), "{text}");
     assert!(!Path::new(api).exists() && !Path::new(&format!("{api}.vsock")).exists());
+    // The log of the second machine cannot be opened: the first one goes on.
+    fs::create_dir(scene.path("log0")).unwrap();
+    let (logs, pattern) = (scene.path("log{}/log"), scene.path("logged{}"));
+    let (logs, pattern) = (logs.to_str().unwrap(), pattern.to_str().unwrap());
+    let arguments = ["fork", &name, "-n", "3", "--api", pattern, "--log-file", logs];
+    let text = failure(scene, &arguments);
+    assert!(text.contains("machine 1") && text.contains("log1/log"), "{text}");
+    assert!(!scene.path("logged1").exists() && !scene.path("logged2").exists());
+    silently(scene, &["ctl", scene.path("logged0").to_str().unwrap(), "kill"]);
     // Not a socket, and none at all.
     let (status, text) = guest.refused("PUT", "/vm/checkpoint", r#"{"name": "x"}"#);
     assert_eq!(status, 422, "{text}");

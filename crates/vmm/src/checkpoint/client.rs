@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -25,11 +25,11 @@ use super::message::{
     SocketRequest, Stage, Start,
 };
 use crate::api::vm::{CheckpointReport, CheckpointTarget};
-use crate::api::{ApiError, ApiSocket, Client, ClientError, DisksInfo};
+use crate::api::{ApiError, ApiSocket, Client, ClientError, DisksInfo, MAX_DESCRIPTORS};
 use crate::config::{DiskConfig, DiskFormat, NetConfig, Switch, VsockOption};
 use crate::devices::virtio::block::{DiskError, DiskFiles, DiskLock};
 use crate::devices::virtio::net::{NetError, open_all};
-use crate::file::{Access, copy_data, open_image};
+use crate::file::copy_data;
 use crate::isolation::{CgroupConfig, Companion, CompanionError, IsolationError, KeptName};
 use crate::packet::{self, Packet};
 use crate::vm::VSOCK_BACKLOG;
@@ -102,34 +102,22 @@ pub enum CheckpointError {
         /// How often it was given.
         given: usize,
     },
-    /// An image cannot be copied.
+    /// There is no place for copies of disks.
     #[error(
-        "cannot copy the disk {}: {source}; --copy-disks off makes a checkpoint without copies, \
-         and each machine needs one of your own then",
-        path.display()
+        "cannot create a file without a name in {} for a copy of a disk: {source}; choose another \
+         directory",
+        directory.display()
     )]
     Copy {
-        /// The image.
-        path: PathBuf,
+        /// The directory.
+        directory: PathBuf,
         /// The system's error.
         source: io::Error,
     },
-    /// Its copy would take too long.
-    #[error(
-        "the disk {} has more than {} MiB of data, which would be copied while the guest stands \
-         still, since its file system cannot share blocks (XFS and btrfs can); use overlay=, or \
-         pause the machine, make the checkpoint with --copy-disks off, and copy the disk yourself",
-        path.display(),
-        MOST_COPIED_BYTES >> 20
-    )]
-    TooLarge {
-        /// The image.
-        path: PathBuf,
-    },
     /// There is no such image, and nothing to make it of.
     #[error(
-        "there is no disk {}, and the checkpoint has no copy to make it of; it was made with \
-         --copy-disks off",
+        "there is no disk {}, and the checkpoint has no copy to make it of: it was made without \
+         --copy-disks DIR",
         path.display()
     )]
     NoCopy {
@@ -169,8 +157,8 @@ fn host<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> Checkpoin
     move |source| CheckpointError::Host { action, source: source.into() }
 }
 
-/// Makes a checkpoint of the machine behind `client`, whose process listens at `path` from then on,
-/// with copies of its disks or without them.
+/// Makes a checkpoint of the machine behind `client`, whose process listens at `path` from then on.
+/// With `copies`, it has copies of the disks, as files without names in that directory.
 ///
 /// # Errors
 /// [`CheckpointError`]; there is no such socket then, and no process that listens on it.
@@ -178,7 +166,7 @@ pub fn keep(
     client: &Client,
     path: &Path,
     name: &str,
-    copies: Switch,
+    copies: Option<&Path>,
 ) -> Result<CheckpointReport, CheckpointError> {
     let copies = places_of_copies(client, copies)?;
     let (file, listener) = SocketFile::listen(path, Mode::RUSR | Mode::WUSR, BACKLOG)?;
@@ -195,38 +183,23 @@ pub fn keep(
     Ok(report)
 }
 
-/// Most data of an image that is copied while a guest stands still, where blocks cannot be shared.
-const MOST_COPIED_BYTES: u64 = 256 << 20;
-
-/// Files for the images of the disks that the machine behind `client` writes to: beside each, since
-/// only there may blocks be shared, and without names.
-fn places_of_copies(client: &Client, copies: Switch) -> Result<Vec<File>, CheckpointError> {
-    if !copies.is_on() {
-        return Ok(Vec::new());
-    }
+/// Files without names in `directory` for the images of the disks that the machine behind `client`
+/// writes to. Where its disks are is not asked: a monitor may be in the hands of its guest, and
+/// nothing is opened that only it names.
+fn places_of_copies(
+    client: &Client,
+    directory: Option<&Path>,
+) -> Result<Vec<File>, CheckpointError> {
+    let Some(directory) = directory else { return Ok(Vec::new()) };
     let disks: DisksInfo = client.get("/disks")?;
-    let written = disks.disks.into_iter().filter(|disk| !disk.readonly);
-    written.map(|disk| place_of_copy(&disk.path)).collect()
-}
-
-fn place_of_copy(image: &Path) -> Result<File, CheckpointError> {
-    let failed = |source: io::Error| CheckpointError::Copy { path: image.to_owned(), source };
-    let folder = image.parent().unwrap_or(Path::new("/"));
-    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-    let open = rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR);
-    let place = File::from(open.map_err(|errno| failed(errno.into()))?);
-    let source = open_image(image, Access::Read).map_err(failed)?;
-    // Tried with what the image has now.
-    if rustix::fs::ioctl_ficlone(&place, &source).is_ok() {
-        place.set_len(0).map_err(failed)?;
-        return Ok(place);
-    }
-    let of_image = source.metadata().map_err(failed)?;
-    let data_bytes = of_image.blocks() * 512;
-    if data_bytes > MOST_COPIED_BYTES || !of_image.is_file() {
-        return Err(CheckpointError::TooLarge { path: image.to_owned() });
-    }
-    Ok(place)
+    let written = disks.disks.iter().filter(|disk| !disk.readonly).take(MAX_DESCRIPTORS);
+    let place = |_| {
+        let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+        let open = rustix::fs::open(directory, flags, Mode::RUSR | Mode::WUSR);
+        let failed = |source| CheckpointError::Copy { directory: directory.to_owned(), source };
+        open.map(File::from).map_err(|errno| failed(errno.into()))
+    };
+    written.map(place).collect()
 }
 
 /// A disk's image that was made for a machine. Removed when it is dropped, unless it is kept.
@@ -285,14 +258,13 @@ impl Held {
         connect().map_err(failed)
     }
 
-    /// Makes a checkpoint of the machine behind `client` that ends with the connection, with copies
-    /// of its disks or without them.
+    /// As [`keep`], a checkpoint that ends with the connection.
     ///
     /// # Errors
     /// [`CheckpointError`]
     pub fn of_running(
         client: &Client,
-        copies: Switch,
+        copies: Option<&Path>,
     ) -> Result<(Self, CheckpointReport), CheckpointError> {
         let copies = places_of_copies(client, copies)?;
         let (ours, theirs) = packet::pair().map_err(host("create a socket pair"))?;
@@ -408,9 +380,12 @@ fn is_missing(disk: &DiskConfig) -> bool {
 }
 
 impl ForkOptions {
-    /// Whether a disk is to be made of the checkpoint's copy.
-    pub fn needs_copies(&self) -> bool {
-        self.disks.iter().any(is_missing)
+    /// A directory for copies of the disks, if one is to be made of the checkpoint's: that of the
+    /// new one, since files of one file system may share their blocks.
+    pub fn place_of_copies(&self) -> Option<PathBuf> {
+        let missing = self.disks.iter().find(|disk| is_missing(disk))?;
+        let parent = missing.top().parent().filter(|parent| !parent.as_os_str().is_empty());
+        Some(parent.unwrap_or(Path::new(".")).to_owned())
     }
 
     /// Whether something must be removed at the end of the machine, or connected to.
@@ -442,7 +417,8 @@ impl ForkOptions {
     }
 }
 
-/// Machines that are being made, several at a time: each takes its time mostly to wait.
+/// Machines that are being made, several at a time: each takes its time mostly to wait. Those that
+/// were not [waited for](Self::wait) when this is dropped lose their sockets.
 pub struct Forks<'a> {
     held: &'a Held,
     /// Splits off the companion of each machine.

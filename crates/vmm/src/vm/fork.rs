@@ -40,6 +40,9 @@ use holder::Template;
 /// Longest name of a checkpoint in bytes.
 const MOST_NAME_BYTES: usize = 64;
 
+/// How long a guest may stand still for copies of its disks.
+const COPY_LIMIT: Duration = Duration::from_secs(1);
+
 /// What a machine has that may be forked.
 pub(super) struct Forkable {
     kvm: Kvm,
@@ -128,8 +131,8 @@ impl Order {
                 field: "disks",
                 message: format!("one file for each of {disks} disks must follow the socket"),
                 remedy: Some(
-                    "`ebb ctl SOCKET checkpoint NAME` creates and passes them; give none for a \
-                     checkpoint without copies of disks"
+                    "`ebb ctl SOCKET checkpoint NAME --copy-disks DIR` creates and passes them; \
+                     give none for a checkpoint without copies of disks"
                         .to_owned(),
                 ),
             });
@@ -248,6 +251,7 @@ impl Vm {
         files: Vec<File>,
         ticket: &Ticket,
     ) -> Result<Vec<Option<DiskCopy>>, Failure> {
+        let begun = Instant::now();
         let mut files = files.into_iter();
         let copy = |disk: &NamedDisk| {
             if disk.is_readonly() {
@@ -256,14 +260,29 @@ impl Vm {
             let Some(file) = files.next() else { return Ok(None) };
             let transport = lock(&disk.transport);
             let image = transport.device();
-            let copied = copy_data(image.file(), &file, &|| ticket.is_cancelled());
+            let is_over = || ticket.is_cancelled() || begun.elapsed() > COPY_LIMIT;
+            let copied = copy_data(image.file(), &file, &is_over);
             match copied.map_err(VmError::host("copy a disk's image"))? {
                 Completion::Done => Ok(Some(DiskCopy { format: image.info().format, file })),
-                Completion::Cancelled => Err(Failure::Cancelled),
+                Completion::Cancelled if ticket.is_cancelled() => Err(Failure::Cancelled),
+                Completion::Cancelled => Err(Failure::Refused(too_slow(&disk.device))),
             }
         };
         self.disks.iter().map(copy).collect()
     }
+}
+
+fn too_slow(disk: &str) -> ControlError {
+    let message = format!(
+        "the guest would stand still for longer than {COPY_LIMIT:?} until {disk} is copied; it goes \
+         on without a checkpoint"
+    );
+    ControlError::wrong_state(
+        message,
+        "use overlay=, which is small, or a file system whose files can share blocks (XFS, btrfs), \
+         with the copies in the image's directory; or pause the machine, make the checkpoint \
+         without copies of disks, and copy the image yourself",
+    )
 }
 
 fn microseconds(duration: Duration) -> u64 {

@@ -122,6 +122,7 @@ fn document(input: &mut Input<'_>, template: &VmConfig) -> Value {
             },
             "direct": input.one(&["on", "off"]),
             "limits": limits,
+            "is_copy": input.rarely(),
         })
     };
     let number = |input: &mut Input<'_>, wanted: usize| {
