@@ -434,7 +434,7 @@ struct Coming {
     opened: Opened,
     /// The connection with its monitor.
     status: OwnedFd,
-    /// Its process, once it has introduced itself.
+    /// Whether its monitor has introduced itself.
     is_born: bool,
 }
 
