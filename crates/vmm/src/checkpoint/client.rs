@@ -8,8 +8,8 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ebb_local_io::{ListenError, SocketFile};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use ebb_local_io::SocketFile;
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::net::sockopt::{Timeout, set_socket_passcred, set_socket_timeout};
 use rustix::net::{
@@ -18,144 +18,28 @@ use rustix::net::{
 };
 use rustix::process::Pid;
 use rustix::thread::{CapabilitySet, CapabilitySets};
-use thiserror::Error;
 
+use super::error::{CheckpointError, PATIENCE, host};
 use super::message::{
     Answer, CheckpointInfo, DiskRequest, Files, ForkRequest, NetRequest, OWN_FILES, Request,
     SocketRequest, Stage, Start,
 };
 use crate::api::vm::{CheckpointReport, CheckpointTarget};
-use crate::api::{ApiError, ApiSocket, Client, ClientError, DisksInfo, MAX_DESCRIPTORS};
+use crate::api::{ApiSocket, Client, DisksInfo, MAX_DESCRIPTORS};
 use crate::config::{DiskConfig, DiskFormat, NetConfig, Switch, VsockOption};
 use crate::devices::virtio::block::{DiskError, DiskFiles, DiskLock};
-use crate::devices::virtio::net::{NetError, open_all};
+use crate::devices::virtio::net::open_all;
 use crate::file::copy_data;
-use crate::isolation::{CgroupConfig, Companion, CompanionError, IsolationError, KeptName};
+use crate::isolation::{CgroupConfig, Companion, CompanionError, KeptName};
 use crate::packet::{self, Packet};
 use crate::vm::VSOCK_BACKLOG;
 
-/// How long a checkpoint may take for an answer, and a new machine to say something.
-const PATIENCE: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
 /// How long a message may take that is known to come.
 const ARRIVAL: Duration = Duration::from_secs(1);
 /// Name of a checkpoint that only its connection reaches.
 const UNNAMED: &str = "unnamed";
 /// Clients of a checkpoint that wait to be accepted.
 const BACKLOG: i32 = 64;
-
-/// Why there is no checkpoint, or no machine from it.
-#[derive(Debug, Error)]
-pub enum CheckpointError {
-    /// The monitor has not made it.
-    #[error(transparent)]
-    Monitor(#[from] ClientError),
-    /// Its socket cannot be created.
-    #[error(transparent)]
-    Listen(#[from] ListenError),
-    /// There is none of this name.
-    #[error("there is no checkpoint at {path:?}: {source}; `ebb checkpoints` lists them")]
-    Connect {
-        /// Path of its socket.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// Its process does not answer.
-    #[error("the checkpoint does not answer: {0}")]
-    Gone(io::Error),
-    /// Its process says nothing.
-    #[error(
-        "the checkpoint has not answered for {} s: it serves another client, or the host is short \
-         of memory",
-        PATIENCE.tv_sec
-    )]
-    Silent,
-    /// It refused.
-    #[error("{0}")]
-    Refused(String),
-    /// A disk cannot be used.
-    #[error(transparent)]
-    Disk(#[from] DiskError),
-    /// A network interface cannot be used.
-    #[error(transparent)]
-    Net(#[from] NetError),
-    /// The API's socket cannot be created.
-    #[error(transparent)]
-    Api(#[from] ApiError),
-    /// There is no companion.
-    #[error(transparent)]
-    Companion(#[from] CompanionError),
-    /// The cgroup cannot be used.
-    #[error(transparent)]
-    Isolation(#[from] IsolationError),
-    /// The options are for another machine.
-    #[error(
-        "the machine has {expected} {what}, {option} was given {given} times; give one for each"
-    )]
-    Count {
-        /// The devices.
-        what: &'static str,
-        /// How many the machine has.
-        expected: usize,
-        /// The option.
-        option: &'static str,
-        /// How often it was given.
-        given: usize,
-    },
-    /// There is no place for copies of disks.
-    #[error(
-        "cannot create a file without a name in {} for a copy of a disk: {source}; choose another \
-         directory",
-        directory.display()
-    )]
-    Copy {
-        /// The directory.
-        directory: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// There is no such image, and nothing to make it of.
-    #[error(
-        "there is no disk {}, and the checkpoint has no copy to make it of: it was made without \
-         --copy-disks DIR",
-        path.display()
-    )]
-    NoCopy {
-        /// The image.
-        path: PathBuf,
-    },
-    /// The image has another format.
-    #[error(
-        "the disk {} is to be made of a copy in the format {found}; give it as {remedy}",
-        path.display()
-    )]
-    CopyFormat {
-        /// The image.
-        path: PathBuf,
-        /// Format of the copy.
-        found: &'static str,
-        /// How it is given.
-        remedy: &'static str,
-    },
-    /// passt cannot be passed on.
-    #[error("--net user cannot be used for forked machines yet; give tap= or fd=")]
-    User,
-    /// The host refused something.
-    #[error("cannot {action}: {source}")]
-    Host {
-        /// The operation.
-        action: &'static str,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// The new machine could not be built or started.
-    #[error("no machine was made: {0}")]
-    Failed(String),
-}
-
-fn host<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> CheckpointError {
-    move |source| CheckpointError::Host { action, source: source.into() }
-}
 
 /// Makes a checkpoint of the machine behind `client`, whose process listens at `path` from then on.
 /// With `copies`, it has copies of the disks, as files without names in that directory.

@@ -9,9 +9,11 @@
 //! side is in [`vm`](crate::vm).
 
 mod client;
+mod error;
 mod message;
 
-pub use client::{CheckpointError, ForkOptions, Forked, Forks, Held, keep};
+pub use client::{ForkOptions, Forked, Forks, Held, keep};
+pub use error::CheckpointError;
 pub use message::CheckpointInfo;
 #[cfg(test)]
 pub(crate) use message::SocketRequest;

@@ -28,7 +28,7 @@ pub(super) enum Request {
     /// directory that comes before it: their names are `name`, `_` and a port. Only before `Begin`.
     Vsock { name: OsString },
     /// Go on as two processes: the new one serves another monitor on the socket that comes with the
-    /// message, with the standard error that comes after it. Only before `Begin`.
+    /// message, with the standard error that comes after it. Only before all other requests.
     Split,
     /// Give up what is not needed for other requests.
     Begin { seccomp: Switch },

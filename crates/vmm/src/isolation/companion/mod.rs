@@ -183,7 +183,7 @@ impl Companion {
     }
 
     /// A companion for another monitor, with this standard error: a fork of the process, with which
-    /// it shares most of its memory. Only before [`begin`](Self::begin).
+    /// it shares most of its memory. Only of one that was asked for nothing else.
     pub(crate) fn split(&self, error: BorrowedFd<'_>) -> Result<Self, CompanionError> {
         let (ours, theirs) = pair().map_err(CompanionError::Start)?;
         self.prepare(&Request::Split, &[theirs.as_fd(), error])?;

@@ -129,7 +129,7 @@ impl<'a> Template<'a> {
                 Err(errno) => return Err(errno),
             }
             let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
-            // The client has shut its listener: nobody else could name this checkpoint.
+            // The client that wanted it has shut its listener: it has no name.
             let is_shut = matches!(control, Control::Listener(_))
                 && fds.last().is_some_and(|fd| fd.revents().contains(PollFlags::HUP));
             drop(fds);
