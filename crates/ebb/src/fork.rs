@@ -13,10 +13,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use ebb_vmm::api::Client;
 use ebb_vmm::checkpoint::{CheckpointError, ForkOptions, Forked, Forks, Held};
+use ebb_vmm::config::merge::MERGE_FORM;
 use ebb_vmm::config::net::NET_FORM;
 use ebb_vmm::config::options::{CGROUP_FORM, DISK_FORM};
 use ebb_vmm::config::vsock::VSOCK_FORM;
-use ebb_vmm::config::{DiskConfig, NetConfig, Switch, VsockOption};
+use ebb_vmm::config::{DiskConfig, MergeConfig, MergeOverrides, NetConfig, Switch, VsockOption};
 use ebb_vmm::isolation::CgroupConfig;
 use ebb_vmm::size::ByteSize;
 use serde::Serialize;
@@ -76,6 +77,11 @@ pub struct Args {
     /// A network device; give all of them in order
     #[arg(long, value_name = NET_FORM)]
     net: Vec<String>,
+    /// How equal pages of guest memory are merged, as for `ebb run`; merge=owner begins with what
+    /// the machine writes from now on, and such a machine cannot be forked again [default: as those
+    /// of the checkpoint]
+    #[arg(long, value_name = MERGE_FORM)]
+    memory: Option<MergeOverrides>,
     /// Cgroups (version 2), which are created if necessary; pages that a machine shares stay
     /// charged to the one that has written them
     #[arg(long, value_name = CGROUP_FORM)]
@@ -387,11 +393,13 @@ fn options(args: &Args, number: u32) -> anyhow::Result<ForkOptions> {
         .cgroup
         .as_deref()
         .map(|text| -> anyhow::Result<CgroupConfig> { Ok(of_each("--cgroup", text)?.parse()?) });
+    let merge = args.memory.clone().map(|memory| memory.apply(MergeConfig::default()));
     Ok(ForkOptions {
         api: args.api.as_deref().map(|text| of_each("--api", text)).transpose()?.map(PathBuf::from),
         vsock: vsock.transpose()?,
         disks: disks.collect::<Result<_, _>>()?,
         nets: nets.collect::<Result<_, _>>().context("--net")?,
+        merge: merge.transpose()?,
         cgroup: cgroup.transpose()?,
         paused: args.paused,
         accept_changed_disks: args.accept_changed_disks,

@@ -19,7 +19,7 @@ use crate::{Backing, GuestRam};
 pub struct Still<'a> {
     _inhibitors: RwLockWriteGuard<'a, Counts>,
     _overlay: Option<MutexGuard<'a, FileExtents>>,
-    _meter: Option<MutexGuard<'a, File>>,
+    _meter: Vec<MutexGuard<'a, File>>,
 }
 
 impl GuestRam {
@@ -41,7 +41,7 @@ impl GuestRam {
         Still {
             _inhibitors: self.inhibitors().hold(),
             _overlay: self.lock_overlay(),
-            _meter: self.meter().process_files().map(|(_, file)| file),
+            _meter: self.meter().process_files().into_iter().map(|(_, file)| file).collect(),
         }
     }
 
@@ -49,7 +49,8 @@ impl GuestRam {
     /// (dup3(2)).
     pub fn process_files(&self) -> Vec<(&'static str, RawFd)> {
         let pagemap = self.pagemap.as_ref().map(|pagemap| ("pagemap", pagemap.file().as_raw_fd()));
-        let meter = self.meter().process_files().map(|(name, file)| (name, file.as_raw_fd()));
+        let meter = self.meter().process_files();
+        let meter = meter.iter().map(|(name, file)| (*name, file.as_raw_fd()));
         pagemap.into_iter().chain(meter).collect()
     }
 

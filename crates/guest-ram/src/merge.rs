@@ -38,7 +38,7 @@ mod unmerge;
 
 pub use crate::resident::STABLE_FILE_NAME;
 pub use freeze::{MergeOutcome, MergeTarget};
-pub use merging::Merging;
+pub use merging::{MergeFiles, Merging, only_node};
 pub use session::{MergeError, MergeSession, PageLook};
 pub use stable::{Freed, StableError, StableMemory, StableSegments, StableSlot};
 pub use unavailable::MergeUnavailable;

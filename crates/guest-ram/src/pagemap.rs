@@ -24,6 +24,8 @@ pub(crate) struct PageState(u64);
 impl PageState {
     const PRESENT: u64 = 1 << 63;
     const SWAPPED: u64 = 1 << 62;
+    /// Mapped once, by this process alone.
+    const EXCLUSIVE: u64 = 1 << 56;
     /// Protected against writes by a userfaultfd (Linux 5.14).
     const PROTECTED: u64 = 1 << 57;
     /// A page of a file, or shared.
@@ -33,6 +35,11 @@ impl PageState {
     /// in swap space. The shared page of zeros, which a read maps, counts too.
     pub(crate) const fn is_private(self) -> bool {
         self.0 & (Self::PRESENT | Self::SWAPPED) != 0 && self.0 & Self::FILE == 0
+    }
+
+    /// Whether other processes have the same anonymous page, after a fork(2).
+    pub(crate) const fn is_shared_with_others(self) -> bool {
+        self.is_private_in_memory() && self.0 & Self::EXCLUSIVE == 0
     }
 
     /// Whether any page is mapped.

@@ -156,24 +156,30 @@ impl Meter {
 
     /// From now on pages merged by the kernel are counted.
     pub(crate) fn count_kernel_merged(&self) {
-        let open = |path| {
+        let open = |path: &str| {
             let file = File::open(path).inspect_err(|error| tracing::debug!("{path}: {error}"));
             file.ok().map(Mutex::new)
         };
         self.kernel_merged.get_or_init(|| KernelMerged {
             smaps: open("/proc/self/smaps"),
-            of_process: open("/proc/self/ksm_merging_pages"),
+            of_process: open(&format!("/proc/self/{OF_PROCESS}")),
         });
     }
 
     /// The files of /proc/self that it reads, with their names there.
-    pub(crate) fn process_files(&self) -> Option<(&'static str, MutexGuard<'_, File>)> {
-        let (accounting, file) = self.accounting.as_ref()?;
-        let name = match accounting {
-            Accounting::NumaMaps => "numa_maps",
-            Accounting::Smaps => "smaps",
-        };
-        Some((name, file.lock().unwrap_or_else(PoisonError::into_inner)))
+    pub(crate) fn process_files(&self) -> Vec<(&'static str, MutexGuard<'_, File>)> {
+        let accounting = self.accounting.as_ref().map(|(accounting, file)| match accounting {
+            Accounting::NumaMaps => ("numa_maps", file),
+            Accounting::Smaps => ("smaps", file),
+        });
+        let merged = self.kernel_merged.get().into_iter().flat_map(|merged| {
+            let smaps = merged.smaps.as_ref().map(|file| ("smaps", file));
+            smaps.into_iter().chain(merged.of_process.as_ref().map(|file| (OF_PROCESS, file)))
+        });
+        let files = accounting.into_iter().chain(merged);
+        files
+            .map(|(name, file)| (name, file.lock().unwrap_or_else(PoisonError::into_inner)))
+            .collect()
     }
 
     /// Resident memory of the mappings.
@@ -238,6 +244,9 @@ fn read_text(file: &Mutex<File>) -> Option<String> {
     (&mut *file).take(u64::MAX).read_to_string(&mut text).ok()?;
     Some(text)
 }
+
+/// File of /proc/self with the number of the process's merged pages (Linux 6.0).
+const OF_PROCESS: &str = "ksm_merging_pages";
 
 /// Source of the number of pages merged by the kernel.
 #[derive(Debug)]

@@ -92,11 +92,16 @@ impl Userfaultfd {
     /// Opens one whose registered memory blocks writers of protected pages until they are no longer
     /// protected, also in the kernel (KVM, system calls). Anonymous memory only.
     pub(crate) fn open_protecting() -> Result<Self, UffdUnavailable> {
-        Self::open_with(FEATURE_PAGEFAULT_FLAG_WP, "switch on write protection")
+        Self::open_with(None, FEATURE_PAGEFAULT_FLAG_WP, "switch on write protection")
     }
 
-    fn open_with(features: u64, action: &'static str) -> Result<Self, UffdUnavailable> {
-        let descriptor = open()?;
+    /// `device` is /dev/userfaultfd, if the caller has it open.
+    fn open_with(
+        device: Option<&File>,
+        features: u64,
+        action: &'static str,
+    ) -> Result<Self, UffdUnavailable> {
+        let descriptor = open(device)?;
         Self::handshake(&descriptor, features)
             .map_err(|source| UffdUnavailable::Refused { action, source })?;
         Ok(Self(descriptor))
@@ -193,8 +198,13 @@ fn range(address: usize, size_bytes: usize) -> Range {
 }
 
 /// Opens a userfaultfd: by the device, whose file permissions decide, or by the system call, which
-/// requires a capability.
-fn open() -> Result<OwnedFd, UffdUnavailable> {
+/// requires a capability. A process that cannot open anything uses the `device` that it was given.
+fn open(device: Option<&File>) -> Result<OwnedFd, UffdUnavailable> {
+    if let Some(device) = device {
+        let action = "open a userfaultfd by the device";
+        return open_by_device(device)
+            .map_err(|source| UffdUnavailable::Refused { action, source });
+    }
     let device = match File::options().read(true).write(true).open("/dev/userfaultfd") {
         Ok(device) => match open_by_device(&device) {
             Ok(descriptor) => return Ok(descriptor),

@@ -306,7 +306,6 @@ const BROKER: &[c_long] = &[
     libc::SYS_pidfd_open,
     libc::SYS_pread64,
     libc::SYS_pwrite64,
-    libc::SYS_recvfrom,
     libc::SYS_recvmsg,
     libc::SYS_sendmsg,
     libc::SYS_sendto,
@@ -391,7 +390,7 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
         }
         // The threads of a machine that it builds are restricted further.
         ThreadKind::Fork => {
-            for calls in [DISCARD, API, DISK, NET, VSOCK, MAIN, MIGRATE, FORK] {
+            for calls in [DISCARD, API, DISK, NET, VSOCK, MAIN, MIGRATE, MERGE, FORK] {
                 allow(calls);
             }
         }
@@ -440,7 +439,7 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
         rules.insert(libc::SYS_socketpair, vec![equal(0, libc::AF_UNIX as u64)?]);
     }
     // The nodes of this process's own pages.
-    if kind == ThreadKind::Merge {
+    if matches!(kind, ThreadKind::Merge | ThreadKind::Fork) {
         rules.insert(libc::SYS_move_pages, vec![equal(0, 0)?]);
     }
     // Signals for the threads of this process only.
@@ -462,7 +461,9 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
         }
         // Whether a client's file is open for writing.
         ThreadKind::Migrate => controls.push(libc::F_GETFL),
-        ThreadKind::Fork => controls.extend([libc::F_GETFL, libc::F_SETFL]),
+        ThreadKind::Fork => {
+            controls.extend([libc::F_GETFL, libc::F_SETFL, libc::F_GET_SEALS, libc::F_ADD_SEALS])
+        }
         _ => {}
     }
     let controls = controls.into_iter().map(|control| equal(1, control as u64));

@@ -33,8 +33,8 @@ pub const TESTS: &[Test] = &[
 
 /// A forked machine: its guest over `ebb console`, and its monitor, which is killed when this is
 /// dropped.
-struct Fork {
-    guest: Guest,
+pub struct Fork {
+    pub guest: Guest,
     monitor: Pid,
 }
 
@@ -45,6 +45,11 @@ impl Drop for Fork {
 }
 
 impl Fork {
+    /// The monitor's process.
+    pub fn pid(&self) -> u32 {
+        self.monitor.as_raw_nonzero().get().cast_unsigned()
+    }
+
     /// Waits until the monitor has ended.
     #[track_caller]
     fn wait_end(&self) {
@@ -69,7 +74,7 @@ fn document(scene: &Scene, arguments: &[&str]) -> Value {
 
 /// What `ebb` prints about a failure.
 #[track_caller]
-fn failure(scene: &Scene, arguments: &[&str]) -> String {
+pub fn failure(scene: &Scene, arguments: &[&str]) -> String {
     let output = ebb(scene, arguments);
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{text}");
@@ -78,7 +83,7 @@ fn failure(scene: &Scene, arguments: &[&str]) -> String {
 
 /// Makes a checkpoint of a guest.
 #[track_caller]
-fn checkpoint(scene: &Scene, guest: &Guest, name: &str) -> CheckpointReport {
+pub fn checkpoint(scene: &Scene, guest: &Guest, name: &str) -> CheckpointReport {
     let socket = guest.socket().to_str().unwrap();
     let report = document(scene, &["ctl", socket, "checkpoint", name, "--json"]);
     serde_json::from_value(report).unwrap()
@@ -86,7 +91,7 @@ fn checkpoint(scene: &Scene, guest: &Guest, name: &str) -> CheckpointReport {
 
 /// Makes machines, whose API sockets are called `name` and their number.
 #[track_caller]
-fn fork(scene: &Scene, source: &str, name: &str, count: usize, more: &[&str]) -> Vec<Fork> {
+pub fn fork(scene: &Scene, source: &str, name: &str, count: usize, more: &[&str]) -> Vec<Fork> {
     let pattern = scene.path(&format!("{name}{{}}"));
     let (pattern, count) = (pattern.to_str().unwrap(), count.to_string());
     let arguments = ["fork", source, "-n", &count, "--api", pattern, "--json"];
@@ -103,7 +108,7 @@ fn fork(scene: &Scene, source: &str, name: &str, count: usize, more: &[&str]) ->
 }
 
 /// A name for a checkpoint that no other test uses.
-fn unique(scene: &Scene, name: &str) -> String {
+pub fn unique(scene: &Scene, name: &str) -> String {
     let folder = scene.path("");
     let folder = Path::new(folder.to_str().unwrap().trim_end_matches('/'));
     format!("{}-{name}", folder.file_name().unwrap().to_str().unwrap().replace("::", "-"))
@@ -634,7 +639,7 @@ fn refused_requests(scene: &Scene) {
 
 /// Runs `ebb`, which must succeed.
 #[track_caller]
-fn silently(scene: &Scene, arguments: &[&str]) {
+pub fn silently(scene: &Scene, arguments: &[&str]) {
     let output = ebb(scene, arguments);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }

@@ -33,6 +33,7 @@ mod lifecycle;
 mod merge;
 mod merge_bad;
 mod merge_domains;
+mod merge_forks;
 mod merge_kernel;
 mod merge_stress;
 mod merge_support;
@@ -111,6 +112,7 @@ const TESTS: &[&[Test]] = &[
     migration_unknown::TESTS,
     merge::TESTS,
     merge_domains::TESTS,
+    merge_forks::TESTS,
     merge_kernel::TESTS,
     merge_bad::TESTS,
     merge_stress::TESTS,

@@ -124,15 +124,17 @@ impl Guest {
         assert_eq!(self.wrong_pages(), 0, "{WRONG_CONTENT}");
     }
 
-    /// Numbers of the host's pages that are mapped in the guest's memory as stable pages, whether
-    /// or not other machines map them, too.
+    /// See [`stable_frames`].
     pub fn stable_frames(&self) -> BTreeSet<u64> {
-        frames(&format!("/proc/{}", self.pid()))
+        stable_frames(self.pid())
     }
 }
 
-/// See [`Guest::stable_frames`]; format in Linux Documentation/admin-guide/mm/pagemap.rst.
-fn frames(process: &str) -> BTreeSet<u64> {
+/// Numbers of the host's pages that are mapped in a guest's memory as stable pages, whether or not
+/// other machines map them, too. `pid` is its monitor's. Format in Linux
+/// Documentation/admin-guide/mm/pagemap.rst.
+pub fn stable_frames(pid: u32) -> BTreeSet<u64> {
+    let process = format!("/proc/{pid}");
     const PRESENT: u64 = 1 << 63;
     const OF_A_FILE: u64 = 1 << 61;
     const NUMBER: u64 = (1 << 55) - 1;

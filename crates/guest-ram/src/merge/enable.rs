@@ -1,10 +1,12 @@
 //! Enables merging of a memory's pages.
 
+use std::io::ErrorKind;
 use std::sync::Arc;
 
 use ebb_abi::PAGE_SIZE_BYTES;
 
-use super::merging::Merging;
+use super::merging::{Ancestry, MergeFiles, Merging};
+use super::scan::PageScan;
 use super::{MergeUnavailable, StableSegments};
 use crate::overlay::{BrokenCowStats, Overlay};
 use crate::ranges::gaps;
@@ -22,16 +24,52 @@ impl GuestRam {
     /// # Errors
     /// [`MergeUnavailable`]: the memory works as before then.
     pub fn enable_merging(&self, segments: Arc<StableSegments>) -> Result<(), MergeUnavailable> {
+        self.check_mergeable()?;
+        check_map_count()?;
+        self.check_unlocked()?;
+        self.enable(segments, MergeFiles::open(), Ancestry::None)
+    }
+
+    /// The same in a process that was forked with the memory (fork(2)) and cannot open files. Pages
+    /// that it still shares with other processes are left as they are.
+    ///
+    /// # Errors
+    /// [`MergeUnavailable`]
+    pub fn enable_merging_in_fork(
+        &self,
+        segments: Arc<StableSegments>,
+        files: MergeFiles,
+    ) -> Result<(), MergeUnavailable> {
+        self.check_mergeable()?;
+        // Locks of memory are not inherited (mlock(2)).
+        self.enable(segments, files, Ancestry::Forked)
+    }
+
+    fn check_mergeable(&self) -> Result<(), MergeUnavailable> {
         if self.merging.get().is_some() {
             return Err(MergeUnavailable::Enabled);
         }
         if self.backing() != Backing::Anonymous {
             return Err(MergeUnavailable::Backing { backing: self.backing() });
         }
-        check_map_count()?;
-        self.check_unlocked()?;
+        self.page_scan(1).map(drop)
+    }
+
+    /// Queries about the memory's pages, with at most `max_runs` runs of pages in an answer.
+    pub(super) fn page_scan(&self, max_runs: usize) -> Result<PageScan, MergeUnavailable> {
+        let path = "/proc/self/pagemap";
+        let unreadable = || MergeUnavailable::Proc { path, source: ErrorKind::NotFound.into() };
+        PageScan::new(self.pagemap.as_ref().ok_or_else(unreadable)?, max_runs)
+    }
+
+    fn enable(
+        &self,
+        segments: Arc<StableSegments>,
+        files: MergeFiles,
+        ancestry: Ancestry,
+    ) -> Result<(), MergeUnavailable> {
         let specs: Vec<RegionSpec> = self.regions().iter().map(Region::spec).collect();
-        let merging = Merging::new(&specs, self.huge_pages(), segments)?;
+        let merging = Merging::new(&specs, self.huge_pages(), segments, files, ancestry)?;
         let overlay = self.overlay_for_merging()?;
         for range in self.anonymous_ranges() {
             let Some(address) = self.host_address(range) else { continue };

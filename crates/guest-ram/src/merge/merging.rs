@@ -8,13 +8,48 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ebb_abi::{HUGE_PAGE_SIZE_BYTES, HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, Pfn};
 use vm_memory::GuestAddress;
 
-use super::scan::PageScan;
 use super::scratch::Scratch;
 use super::{MergeUnavailable, StableSegments};
 use crate::mapping::Mapping;
 use crate::overlay::FileExtents;
 use crate::uffd::{Userfaultfd, Watch};
 use crate::{Backing, HugePages, Region, RegionSpec};
+
+/// What merging needs of the system besides /proc/self/pagemap.
+#[derive(Debug, Default)]
+pub struct MergeFiles {
+    /// /dev/userfaultfd; `None` if the process may open it, or has a right that replaces it.
+    pub userfaultfd: Option<File>,
+    /// /proc/self/maps: the number of mappings is estimated without it.
+    pub maps: Option<File>,
+    /// Number of the host's node with memory, if there is only one.
+    pub only_node: Option<u32>,
+}
+
+impl MergeFiles {
+    /// Opens what there is.
+    pub fn open() -> Self {
+        let maps = File::open("/proc/self/maps")
+            .inspect_err(|error| tracing::debug!("/proc/self/maps cannot be read: {error}"));
+        Self { userfaultfd: None, maps: maps.ok(), only_node: only_node() }
+    }
+}
+
+/// Number of the host's node with memory, if there is only one. Opens a file in /sys.
+pub fn only_node() -> Option<u32> {
+    // A list like "0-3,5" names more than one.
+    std::fs::read_to_string("/sys/devices/system/node/has_memory").ok()?.trim().parse().ok()
+}
+
+/// Whether other processes may have the same pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ancestry {
+    /// No.
+    None,
+    /// The process was forked with the memory. Pages that it shares with others are not merged: the
+    /// host would save nothing.
+    Forked,
+}
 
 /// Resources for merging a memory's pages, opened while the process can still open everything.
 #[derive(Debug)]
@@ -28,6 +63,8 @@ pub struct Merging {
     pub(super) scratch: Scratch,
     /// Kept open: a monitor may have no access to /proc later on.
     maps: Option<Mutex<File>>,
+    pub(super) only_node: Option<u32>,
+    pub(super) ancestry: Ancestry,
     in_use: AtomicBool,
 }
 
@@ -40,10 +77,12 @@ impl Merging {
         regions: &[RegionSpec],
         huge_pages: HugePages,
         segments: Arc<StableSegments>,
+        files: MergeFiles,
+        ancestry: Ancestry,
     ) -> Result<Self, MergeUnavailable> {
-        let uffd = Userfaultfd::open()?;
-        let waiting = Userfaultfd::open_waiting()?;
-        PageScan::open(1)?;
+        let MergeFiles { userfaultfd: device, maps, only_node } = files;
+        let uffd = Userfaultfd::open(device.as_ref())?;
+        let waiting = Userfaultfd::open_waiting(device.as_ref())?;
         let spec = RegionSpec {
             start: GuestAddress(0),
             size_bytes: HUGE_PAGE_SIZE_BYTES,
@@ -51,11 +90,17 @@ impl Merging {
         };
         let staging = Mapping::new(&spec, Backing::Anonymous, HugePages::Off)?;
         let scratch = Scratch::new(regions, huge_pages)?;
-        let maps = File::open("/proc/self/maps")
-            .inspect_err(|error| tracing::debug!("/proc/self/maps cannot be read: {error}"));
-        let maps = maps.ok().map(Mutex::new);
-        let in_use = AtomicBool::new(false);
-        let merging = Self { uffd, waiting, segments, staging, scratch, maps, in_use };
+        let merging = Self {
+            uffd,
+            waiting,
+            segments,
+            staging,
+            scratch,
+            maps: maps.map(Mutex::new),
+            only_node,
+            ancestry,
+            in_use: AtomicBool::new(false),
+        };
         // The destination of a move must be watched (Linux mm/userfaultfd.c,
         // `validate_move_areas`).
         merging.watch_writes(merging.staging.address(), merging.staging.size_bytes())?;

@@ -33,7 +33,7 @@ impl MergeSession {
     /// # Errors
     /// [`MergeError::Kernel`] if the kernel refuses the query.
     pub fn nodes(&mut self, pages: &[Pfn], nodes: &mut Vec<Option<u32>>) -> Result<(), MergeError> {
-        if let Some(node) = self.only_node {
+        if let Some(node) = self.merging().only_node {
             let is_ours = |page: &Pfn| self.ram.host_address(GuestRange::new(*page, 1)).is_some();
             nodes.extend(pages.iter().map(|page| is_ours(page).then_some(node)));
             return Ok(());

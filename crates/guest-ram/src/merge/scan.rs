@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 
 use super::MergeUnavailable;
+use crate::pagemap::Pagemap;
 
 // include/uapi/linux/fs.h
 const PAGEMAP_SCAN: libc::Ioctl = 0xc060_6610;
@@ -104,11 +105,12 @@ pub(super) struct PageScan {
 }
 
 impl PageScan {
-    /// Opens /proc/self/pagemap, and checks whether it supports queries. At most `max_runs` runs
-    /// are found in one range.
-    pub(super) fn open(max_runs: usize) -> Result<Self, MergeUnavailable> {
+    /// Checks whether the process's `pagemap` supports queries. At most `max_runs` runs are found
+    /// in one range.
+    pub(super) fn new(pagemap: &Pagemap, max_runs: usize) -> Result<Self, MergeUnavailable> {
         let path = "/proc/self/pagemap";
-        let pagemap = File::open(path).map_err(|source| MergeUnavailable::Proc { path, source })?;
+        let pagemap = pagemap.file().try_clone();
+        let pagemap = pagemap.map_err(|source| MergeUnavailable::Proc { path, source })?;
         let mut scan = Self { pagemap, runs: vec![PageRun::default(); max_runs] };
         match scan.ask(0, 0, Question::Any) {
             Ok(_) => Ok(scan),

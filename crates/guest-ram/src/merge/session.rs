@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, Pfn};
 
 use super::huge::{Advice, HugeBlocks, sample};
-use super::merging::Merging;
+use super::merging::{Ancestry, Merging};
 use super::scan::{PageScan, Question};
 #[cfg(feature = "testing")]
 use super::schedule::Protection;
@@ -86,20 +86,18 @@ pub struct MergeSession {
     pub(super) unwatched: Vec<GuestRange>,
     /// Pages whose places in the staging area may not be empty.
     pub(super) staged: Option<GuestRange>,
-    /// The host's node, if it has only one.
-    pub(super) only_node: Option<u32>,
     /// Seed of samples: different for each session.
     seed: u64,
 }
 
 impl MergeSession {
-    /// Acquires the right to merge the pages of `ram`. Opens a file in /proc.
+    /// Acquires the right to merge the pages of `ram`.
     ///
     /// # Errors
     /// [`MergeUnavailable::NotEnabled`], [`MergeUnavailable::InUse`], or the errors of
     /// [`GuestRam::enable_merging`].
     pub fn new(ram: Arc<GuestRam>) -> Result<Self, MergeUnavailable> {
-        let scan = PageScan::open(HUGE_PAGE_SIZE_PAGES as usize)?;
+        let scan = ram.page_scan(HUGE_PAGE_SIZE_PAGES as usize)?;
         let merging = ram.merging().ok_or(MergeUnavailable::NotEnabled)?;
         if !merging.take() {
             return Err(MergeUnavailable::InUse);
@@ -115,7 +113,6 @@ impl MergeSession {
             sampler: Sampler::new(seed),
             unwatched: Vec::new(),
             staged: None,
-            only_node: only_node(),
             seed,
         })
     }
@@ -134,6 +131,33 @@ impl MergeSession {
         looks.clear();
         let address = self.address(block)?;
         looks.resize(block.pages as usize, PageLook::Absent);
+        let shared = match (&self.ram.pagemap, self.merging().ancestry) {
+            (Some(pagemap), Ancestry::Forked) => pagemap
+                .read(address, block.pages as usize)
+                .map_err(|source| kernel("query the states of pages", block, source))?,
+            _ => return self.look_at_all(block, address, looks),
+        };
+        // Pages that it does not have alone are not protected either, if that is all of them.
+        if shared.iter().all(|state| state.is_shared_with_others()) {
+            looks.fill(PageLook::Excluded);
+            return Ok(());
+        }
+        self.look_at_all(block, address, looks)?;
+        for (look, state) in looks.iter_mut().zip(shared) {
+            if state.is_shared_with_others() {
+                *look = PageLook::Excluded;
+            }
+        }
+        Ok(())
+    }
+
+    /// Scans the pages of a block, whoever has them, too.
+    fn look_at_all(
+        &mut self,
+        block: GuestRange,
+        address: usize,
+        looks: &mut [PageLook],
+    ) -> Result<(), MergeError> {
         self.coalesce_vmas(block);
         self.watch_again(block);
         let huge_block = block.start.huge_block();
@@ -414,10 +438,4 @@ struct Aligned([u8; PAGE]);
 /// An error with the failed action.
 pub(super) fn kernel(action: &'static str, range: GuestRange, source: io::Error) -> MergeError {
     MergeError::Kernel { action, range, source }
-}
-
-/// Number of the host's node with memory, if there is only one. Opens a file in /sys.
-fn only_node() -> Option<u32> {
-    // A list like "0-3,5" names more than one.
-    std::fs::read_to_string("/sys/devices/system/node/has_memory").ok()?.trim().parse().ok()
 }

@@ -5,6 +5,7 @@
 //! while pages are moved away for a comparison their place is also registered for missing pages: an
 //! access to it blocks until it is woken.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 
@@ -49,10 +50,11 @@ pub(crate) struct Moved {
 
 impl Userfaultfd {
     /// Opens one that also catches the kernel's own accesses, and checks the features it can.
-    pub(crate) fn open() -> Result<Self, UffdUnavailable> {
+    /// `device` is /dev/userfaultfd, if the caller has it open.
+    pub(crate) fn open(device: Option<&File>) -> Result<Self, UffdUnavailable> {
         let missing = |feature, since| Err(UffdUnavailable::OldKernel { feature, since });
         // The first call queries the features; a second one on the same descriptor is refused.
-        let offered = match Self::handshake(&open()?, 0) {
+        let offered = match Self::handshake(&open(device)?, 0) {
             Ok(offered) => offered,
             Err(source) => {
                 let action = "query the features of userfaultfd";
@@ -70,13 +72,13 @@ impl Userfaultfd {
         if offered & FEATURE_MOVE == 0 {
             return missing("way to move pages (UFFDIO_MOVE)", "6.8");
         }
-        Self::open_with(NEEDED_FEATURES, "switch on the features of userfaultfd")
+        Self::open_with(device, NEEDED_FEATURES, "switch on the features of userfaultfd")
     }
 
     /// Opens one for which writers block: with write protection that the kernel does not resolve,
     /// also for memory files.
-    pub(crate) fn open_waiting() -> Result<Self, UffdUnavailable> {
-        Self::open_with(FEATURE_WP_SHMEM, "switch on write protection of memory files")
+    pub(crate) fn open_waiting(device: Option<&File>) -> Result<Self, UffdUnavailable> {
+        Self::open_with(device, FEATURE_WP_SHMEM, "switch on write protection of memory files")
     }
 
     /// Moves pages: afterwards they are at `to`, which must be watched and have no pages, and

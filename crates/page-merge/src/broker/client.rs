@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -73,11 +74,12 @@ impl SegmentUser for Arc<StableSegments> {
 /// broker that is gone never comes back: connections cannot be made again behind a monitor's system
 /// call filters. Mapped stable pages stay valid.
 ///
-/// The broker frees a client's holds only when its process has ended. So a process that has stable
-/// pages mapped must not pass its memory on to another (fork(2)).
+/// The broker frees a client's holds only when its process has ended: the one that calls
+/// [`connect`](Self::connect) or [`over`](Self::over). So a process that has stable pages mapped
+/// must not pass its memory on to another (fork(2)).
 ///
-/// System calls after [`connect`](Self::connect): `sendmsg`, `recvmsg`, `ppoll`, `close`, and those
-/// of the segments' user.
+/// System calls after [`connect`](Self::connect), and all of [`over`](Self::over): `sendmsg`,
+/// `recvmsg`, `ppoll`, `close`, and those of the segments' user.
 #[derive(Debug)]
 pub struct BrokerStore<U> {
     link: Option<Link>,
@@ -105,7 +107,19 @@ impl<U: SegmentUser> BrokerStore<U> {
     ///
     /// System calls: `socket`, `connect`, `getsockopt`, `geteuid`, and those of all other calls.
     pub fn connect(config: &MemberConfig, segments: U) -> Result<Self, BrokerError> {
-        let mut link = Link::connect(&config.path, config.time_limit)?;
+        Self::join(Link::connect(&config.path, config.time_limit)?, config, segments)
+    }
+
+    /// The same over a [connection](super::connect) that another process has made.
+    pub fn over(
+        connection: OwnedFd,
+        config: &MemberConfig,
+        segments: U,
+    ) -> Result<Self, BrokerError> {
+        Self::join(Link::over(connection, config.time_limit), config, segments)
+    }
+
+    fn join(mut link: Link, config: &MemberConfig, segments: U) -> Result<Self, BrokerError> {
         let hello = Hello { domain: config.domain.clone(), placement: config.placement };
         let mut bytes = Role::Member.preamble().to_vec();
         bytes.extend(Request::Hello(hello).encode());

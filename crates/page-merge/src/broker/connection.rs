@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use rustix::event::PollFlags;
 use rustix::io::Errno;
-use rustix::net::RecvFlags;
+use rustix::process::Pid;
 
 use super::domains::{Membership, OutMessage};
 use super::hello::{PREAMBLE_BYTES, Role};
 use super::peer::Peer;
-use super::socket::send;
+use super::socket::{receive_from, send};
 
 /// Maximum number of bytes read at a time, so that one client does not keep the others waiting.
 const PIECE_BYTES: usize = 64 << 10;
@@ -35,8 +35,11 @@ pub(super) enum Stage {
 #[derive(Debug)]
 pub(super) struct Connection {
     socket: OwnedFd,
+    /// The process that has connected it, and from hello on the one that has sent that.
     pub(super) peer: Arc<Peer>,
     pub(super) stage: Stage,
+    /// Process that has sent the last bytes.
+    sender: Option<Pid>,
     incoming: Vec<u8>,
     /// Number of processed bytes at the beginning of the buffer. They are removed with the next
     /// read: a client may send many small messages.
@@ -59,6 +62,7 @@ impl Connection {
             socket,
             peer,
             stage: Stage::Stranger,
+            sender: None,
             incoming: Vec::new(),
             taken: 0,
             outgoing: VecDeque::new(),
@@ -112,8 +116,16 @@ impl Connection {
         self.outgoing.extend(messages);
     }
 
-    /// Reads the available bytes, once. The kernel closes descriptors that come with them, since
-    /// there is no room for them.
+    /// Makes the process that has sent the last bytes the peer.
+    pub(super) fn meet_sender(&mut self) -> io::Result<()> {
+        if self.sender.is_none_or(|sender| sender.as_raw_nonzero().get() != self.peer.pid) {
+            self.peer = Arc::new(self.peer.sender(self.sender)?);
+        }
+        Ok(())
+    }
+
+    /// Reads the available bytes of one sender, once. The kernel closes descriptors that come with
+    /// them, since there is no room for them.
     pub(super) fn read(&mut self) -> Result<(), Gone> {
         if self.ended {
             return Ok(());
@@ -121,14 +133,12 @@ impl Connection {
         self.incoming.drain(..std::mem::take(&mut self.taken));
         let before = self.incoming.len();
         self.incoming.resize(before + PIECE_BYTES, 0);
-        let room = &mut self.incoming[before..];
-        let received = rustix::io::retry_on_intr(|| {
-            rustix::net::recv(&self.socket, &mut *room, RecvFlags::empty())
-        });
+        let received = receive_from(&self.socket, &mut self.incoming[before..]);
         self.incoming.truncate(before + received.as_ref().map_or(0, |(bytes, _)| *bytes));
         match received {
             Ok((0, _)) => self.ended = true,
-            Ok(_) | Err(Errno::AGAIN) => {}
+            Ok((_, sender)) => self.sender = sender,
+            Err(Errno::AGAIN) => {}
             Err(_) => return Err(Gone),
         }
         Ok(())

@@ -33,20 +33,19 @@ pub(super) struct Link {
 
 impl Link {
     pub(super) fn connect(path: &Path, limit: Duration) -> Result<Self, BrokerError> {
-        let failed =
-            |errno: Errno| BrokerError::Connect { path: path.to_owned(), source: errno.into() };
-        let address = SocketAddrUnix::new(path).map_err(failed)?;
-        let deadline = Instant::now() + limit;
-        let socket = socket::connect(&address, deadline).map_err(failed)?;
-        let credentials = rustix::net::sockopt::socket_peercred(&socket)
-            .map_err(BrokerError::system("identify the broker"))?;
-        let ours = rustix::process::geteuid();
-        if credentials.uid != ours && !credentials.uid.is_root() {
-            let (theirs, ours) = (credentials.uid.as_raw(), ours.as_raw());
-            return Err(BrokerError::ForeignUser { path: path.to_owned(), theirs, ours });
+        Ok(Self::over(connect(path, limit)?, limit))
+    }
+
+    pub(super) fn over(socket: OwnedFd, limit: Duration) -> Self {
+        Self {
+            socket,
+            limit,
+            deadline: Instant::now() + limit,
+            outgoing: Vec::new(),
+            gone: 0,
+            incoming: Vec::new(),
+            descriptors: VecDeque::new(),
         }
-        let (outgoing, incoming, descriptors) = (Vec::new(), Vec::new(), VecDeque::new());
-        Ok(Self { socket, limit, deadline, outgoing, gone: 0, incoming, descriptors })
     }
 
     /// Makes all further calls return without waiting.
@@ -139,4 +138,25 @@ impl Link {
             }
         }
     }
+}
+
+/// Connects to the broker at `path`, which must belong to this user or to root. Waits for at most
+/// `limit` while its queue of connections is full. System calls: `socket`, `connect`, `getsockopt`,
+/// `geteuid`.
+///
+/// # Errors
+/// [`BrokerError::Connect`], [`BrokerError::ForeignUser`], or [`BrokerError::System`].
+pub fn connect(path: &Path, limit: Duration) -> Result<OwnedFd, BrokerError> {
+    let failed =
+        |errno: Errno| BrokerError::Connect { path: path.to_owned(), source: errno.into() };
+    let address = SocketAddrUnix::new(path).map_err(failed)?;
+    let socket = socket::connect(&address, Instant::now() + limit).map_err(failed)?;
+    let credentials = rustix::net::sockopt::socket_peercred(&socket)
+        .map_err(BrokerError::system("identify the broker"))?;
+    let ours = rustix::process::geteuid();
+    if credentials.uid != ours && !credentials.uid.is_root() {
+        let (theirs, ours) = (credentials.uid.as_raw(), ours.as_raw());
+        return Err(BrokerError::ForeignUser { path: path.to_owned(), theirs, ours });
+    }
+    Ok(socket)
 }

@@ -9,7 +9,8 @@
 //!   on read-only, so that a client cannot change anything that others have mapped.
 //! - The content of a slot does not change while any client holds it. A client whose connection
 //!   ends keeps its holds until its *process* has ended, which the broker watches (pidfd_open(2)):
-//!   mapped pages stay mapped however the connection was lost.
+//!   mapped pages stay mapped however the connection was lost. That is the process which has sent
+//!   hello, whichever has made the connection.
 //! - When a broker ends, its clients keep what they have mapped; they get no further shares
 //!   ([`StoreError::Gone`](crate::StoreError::Gone)). A broker that is only late
 //!   ([`StoreError::Late`](crate::StoreError::Late)) is used again once it has answered.
@@ -41,6 +42,7 @@ pub use client::{BrokerStore, MemberConfig, SegmentUser, ask_status};
 pub use error::BrokerError;
 pub use hello::{PROTOCOL_VERSION, Placement};
 pub use limits::Limits;
+pub use link::connect;
 pub use name::{DomainName, DomainRule, NameError, RuleError};
 pub use server::{Broker, BrokerConfig};
 pub use status::{BrokerStatus, DomainStatus, NodeStatus};

@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use rustix::process::{PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// A connected process. Its mappings last until its end, whatever happens to the connection.
 #[derive(Debug)]
@@ -21,12 +21,19 @@ impl Peer {
     /// instead: shares are then kept for too long, but never freed too early.
     pub(super) fn of(socket: impl AsFd) -> io::Result<Self> {
         let credentials = rustix::net::sockopt::socket_peercred(socket)?;
-        let process = pidfd_open(credentials.pid, PidfdFlags::empty())?;
-        Ok(Self {
-            pid: credentials.pid.as_raw_nonzero().get(),
-            user: credentials.uid.as_raw(),
-            process,
-        })
+        Self::new(credentials.pid, credentials.uid.as_raw())
+    }
+
+    /// The process that has sent a message over this one's connection, which was passed to it. As
+    /// to ends and numbers of processes, it is as for [`of`](Self::of).
+    pub(super) fn sender(&self, pid: Option<Pid>) -> io::Result<Self> {
+        let unknown = || io::Error::new(io::ErrorKind::NotFound, "its process is not visible");
+        Self::new(pid.ok_or_else(unknown)?, self.user)
+    }
+
+    fn new(pid: Pid, user: u32) -> io::Result<Self> {
+        let process = pidfd_open(pid, PidfdFlags::empty())?;
+        Ok(Self { pid: pid.as_raw_nonzero().get(), user, process })
     }
 }
 

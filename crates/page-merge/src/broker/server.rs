@@ -66,8 +66,9 @@ impl Broker {
     /// Listens. Only the broker's user and root can connect, unless a rule names another user: then
     /// the rules decide.
     ///
-    /// System calls: those of [`SocketFile::listen`], `openat` of /sys, `geteuid`. Later ones:
-    /// `ppoll`, `accept4`, `getsockopt`, `pidfd_open`, `recvfrom`, `sendmsg`, `close`, `getrandom`,
+    /// System calls: those of [`SocketFile::listen`], `setsockopt`, `openat` of /sys, `geteuid`.
+    /// Later ones: `ppoll`, `accept4`, `getsockopt`, `pidfd_open`, `recvmsg`, `sendmsg`, `close`,
+    /// `getrandom`,
     /// and what stable memory takes: `memfd_create`, `ftruncate`, `mmap`, `munmap`, `madvise`,
     /// `fcntl` for seals, `mbind`, `openat` of /proc/self/fd for reading, `fstat`; at the end
     /// `lstat`, `unlink`.
@@ -79,6 +80,9 @@ impl Broker {
             Mode::RUSR | Mode::WUSR
         };
         let (file, listener) = SocketFile::listen(&path, mode, BACKLOG)?;
+        // Connections inherit it (Linux net/unix/af_unix.c, `unix_accept`).
+        rustix::net::sockopt::set_socket_passcred(&listener, true)
+            .map_err(BrokerError::system("learn the processes of its clients"))?;
         let user = rustix::process::geteuid().as_raw();
         Ok(Self {
             listener,
@@ -239,6 +243,7 @@ impl Broker {
                     return Err(Refusal::NoHello.into());
                 };
                 connection.take(length);
+                connection.meet_sender().map_err(Refusal::Unwatched)?;
                 self.check_room(connection)?;
                 let (membership, welcome) = self.domains.join(hello, connection.peer.user)?;
                 connection.stage = Stage::Member(membership);

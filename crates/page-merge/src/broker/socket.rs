@@ -12,6 +12,7 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix,
 };
+use rustix::process::Pid;
 
 /// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -70,6 +71,26 @@ pub(super) fn receive(
             Err(errno) => return Err(errno.into()),
         }
     }
+}
+
+/// Receives the available bytes of one sender, and its process, from a socket that passes it
+/// (`SO_PASSCRED`, unix(7)). No bytes mean the end.
+pub(super) fn receive_from(
+    socket: impl AsFd,
+    buffer: &mut [u8],
+) -> Result<(usize, Option<Pid>), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
+    rustix::io::retry_on_intr(|| {
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let mut slices = [IoSliceMut::new(&mut *buffer)];
+        let flags = RecvFlags::CMSG_CLOEXEC;
+        let received = rustix::net::recvmsg(&socket, &mut slices, &mut ancillary, flags)?;
+        let sender = ancillary.drain().find_map(|message| match message {
+            RecvAncillaryMessage::ScmCredentials(credentials) => Some(credentials.pid),
+            _ => None,
+        });
+        Ok((received.bytes, sender))
+    })
 }
 
 /// Waits for an event or until `deadline`.

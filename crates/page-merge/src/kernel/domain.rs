@@ -7,6 +7,7 @@
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, Write as _};
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt as _, OpenOptionsExt};
 use std::path::Path;
 use std::thread;
@@ -33,7 +34,7 @@ const LOCK_PAUSE: Duration = Duration::from_millis(5);
 #[derive(Debug)]
 pub struct KernelDomain {
     /// Locked.
-    _file: File,
+    file: File,
 }
 
 impl KernelDomain {
@@ -63,7 +64,7 @@ impl KernelDomain {
                 Locked::InVain if begin.elapsed() < LOCK_LIMIT => thread::sleep(LOCK_PAUSE),
                 Locked::InVain => return Err(error("lock")(io::ErrorKind::TimedOut.into())),
                 Locked::With(file, Some((_, present))) if present == domain => {
-                    return Ok(Self { _file: file });
+                    return Ok(Self { file });
                 }
                 Locked::With(_, Some((pid, present))) => {
                     return Err(KsmError::OtherDomain { present, pid, wanted: domain.to_owned() });
@@ -73,6 +74,17 @@ impl KernelDomain {
                 }
             }
         }
+    }
+
+    /// The same permission once more. A forked process (fork(2)) has the lock already, as long as
+    /// one of them has the file open.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self { file: self.file.try_clone()? })
+    }
+
+    /// Its file, which a forked process keeps open.
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
     }
 
     /// Writes the domain into the file if no other process uses it, and takes a shared lock.

@@ -2,6 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -30,6 +31,13 @@ impl Access {
         match self {
             Self::Writable(file) | Self::Readable(file, _) => file,
         }
+    }
+
+    fn try_clone(&self) -> io::Result<Self> {
+        Ok(match self {
+            Self::Writable(file) => Self::Writable(file.try_clone()?),
+            Self::Readable(file, kind) => Self::Readable(file.try_clone()?, *kind),
+        })
     }
 }
 
@@ -80,6 +88,25 @@ impl Ksm {
             return Err(KsmError::Missing { path: ksm.path(Knob::Run) });
         }
         Ok(ksm)
+    }
+
+    /// The same files, opened once more.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        let knobs = self.knobs.iter().map(|knob| knob.as_ref().map(Access::try_clone).transpose());
+        let counters = self.counters.iter();
+        let counters = counters.map(|file| file.as_ref().map(File::try_clone).transpose());
+        Ok(Self {
+            directory: self.directory.clone(),
+            knobs: knobs.collect::<Result<_, _>>()?,
+            counters: counters.collect::<Result<_, _>>()?,
+            patience: self.patience,
+        })
+    }
+
+    /// Its files.
+    pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let knobs = self.knobs.iter().flatten().map(Access::file);
+        knobs.chain(self.counters.iter().flatten()).map(AsFd::as_fd)
     }
 
     /// Sets the time limit for the kernel to share no page any more.

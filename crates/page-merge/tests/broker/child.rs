@@ -19,21 +19,25 @@ const SOCKET: &str = "EBB_BROKER_TEST_SOCKET";
 /// A process that ends when it is dropped.
 pub struct Process {
     child: Child,
-    input: ChildStdin,
+    input: Option<ChildStdin>,
     output: BufReader<ChildStdout>,
 }
 
 impl Process {
     pub fn start(role: &str, socket: &Path) -> Self {
+        Self::start_with(role, socket, Stdio::piped())
+    }
+
+    pub fn start_with(role: &str, socket: &Path, input: Stdio) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "child::another_process", "--ignored", "--nocapture", "--quiet"])
             .env(ROLE, role)
             .env(SOCKET, socket)
-            .stdin(Stdio::piped())
+            .stdin(input)
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let input = child.stdin.take().unwrap();
+        let input = child.stdin.take();
         let output = BufReader::new(child.stdout.take().unwrap());
         Self { child, input, output }
     }
@@ -52,7 +56,7 @@ impl Process {
     }
 
     pub fn send_line(&mut self, line: &str) {
-        writeln!(self.input, "{line}").unwrap();
+        writeln!(self.input.as_mut().unwrap(), "{line}").unwrap();
     }
 
     pub fn id(&self) -> u32 {
@@ -101,6 +105,7 @@ fn another_process() {
         "broker" => broker(socket),
         "poor broker" => crate::descriptors::serve(&socket),
         "sharer" => sharer(&socket),
+        "heir" => heir(&socket),
         "churner" => churner(&socket),
         "cutter" => cutter(&socket),
         "machine" => crate::machine::run(&socket),
@@ -133,6 +138,18 @@ fn sharer(path: &Path) {
         println!("\ndropped");
         std::io::stdin().read_line(&mut line).unwrap();
         drop(segments);
+    }
+}
+
+/// Shares pages 0 to 9 over the connection that is its standard input, and waits to be killed.
+fn heir(path: &Path) {
+    let connection = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
+    let mut member = Member::join_over(connection, path, "web").unwrap();
+    member.make(&(0..10).collect::<Vec<u64>>());
+    member.take_notifications();
+    println!("\nsharing");
+    loop {
+        std::thread::park();
     }
 }
 

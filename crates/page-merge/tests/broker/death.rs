@@ -1,6 +1,9 @@
 //! Clients that are killed.
 
-use ebb_page_merge::broker::{Limits, NodeStatus};
+use std::process::Stdio;
+use std::time::Duration;
+
+use ebb_page_merge::broker::{Limits, NodeStatus, connect};
 use ebb_page_merge::{Answer, StableStore};
 
 use crate::child::Process;
@@ -48,6 +51,22 @@ fn a_client_that_lost_its_connection_keeps_its_pages_until_its_process_ends() {
     process.kill();
     wait_until("the end of the process", || broker.pages_of("web").stable_pages == 65);
     assert_eq!(member.read(slot), page(9));
+}
+
+/// A monitor that cannot connect gets a connection from another process.
+#[test]
+fn a_client_is_the_process_that_sent_hello() {
+    let broker = Running::new(Limits::default());
+    let connection = connect(&broker.path(), Duration::from_secs(5)).unwrap();
+    let input = Stdio::from(connection.try_clone().unwrap());
+    let mut heir = Process::start_with("heir", &broker.path(), input);
+    heir.wait_for("sharing");
+    let shared = NodeStatus { stable_pages: 10, sharers: 10, ..NOTHING };
+    assert_eq!(broker.pages_of("web"), shared);
+    heir.kill();
+    // The connection lasts.
+    wait_until("the end of the process", || broker.pages_of("web") == NOTHING);
+    drop(connection);
 }
 
 #[test]

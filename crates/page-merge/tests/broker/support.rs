@@ -129,12 +129,25 @@ impl Member {
     pub fn with_config(config: &MemberConfig) -> Result<Self, BrokerError> {
         let segments = Segments::new();
         let store = BrokerStore::connect(config, segments.clone())?;
+        Ok(Self::of(store, segments, config.placement))
+    }
+
+    /// Over a connection that another process has made.
+    pub fn join_over(connection: OwnedFd, path: &Path, domain: &str) -> Result<Self, BrokerError> {
+        let (domain, placement) = (domain.parse().unwrap(), Placement::Across);
+        let config = MemberConfig::new(path.to_owned(), domain, placement);
+        let segments = Segments::new();
+        let store = BrokerStore::over(connection, &config, segments.clone())?;
+        Ok(Self::of(store, segments, placement))
+    }
+
+    fn of(store: BrokerStore<Segments>, segments: Segments, placement: Placement) -> Self {
         let hasher = PageHasher::new(&store.secret());
-        let node = match config.placement {
+        let node = match placement {
             Placement::Across => Node::ANY,
             Placement::Apart => Node(0),
         };
-        Ok(Self { store, segments, hasher, node })
+        Self { store, segments, hasher, node }
     }
 
     pub fn hash(&self, number: u64) -> PageHash {

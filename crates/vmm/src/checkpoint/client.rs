@@ -8,6 +8,7 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use ebb_guest_ram::merge::only_node;
 use ebb_local_io::SocketFile;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{Mode, OFlags};
@@ -21,12 +22,14 @@ use rustix::thread::{CapabilitySet, CapabilitySets};
 
 use super::error::{CheckpointError, PATIENCE, host};
 use super::message::{
-    Answer, CheckpointInfo, DiskRequest, Files, ForkRequest, NetRequest, OWN_FILES, Request,
-    SocketRequest, Stage, Start,
+    Answer, CheckpointInfo, DiskRequest, Files, ForkRequest, MergeRequest, NetRequest, OWN_FILES,
+    Request, SocketRequest, Stage, Start,
 };
 use crate::api::vm::{CheckpointReport, CheckpointTarget};
 use crate::api::{ApiSocket, Client, DisksInfo, MAX_DESCRIPTORS};
-use crate::config::{DiskConfig, DiskFormat, NetConfig, Switch, VsockOption};
+use crate::config::{
+    DiskConfig, DiskFormat, MergeBackend, MergeConfig, NetConfig, Switch, VsockOption,
+};
 use crate::devices::virtio::block::{DiskError, DiskFiles, DiskLock};
 use crate::devices::virtio::net::open_all;
 use crate::file::copy_data;
@@ -233,6 +236,8 @@ pub struct ForkOptions {
     pub disks: Vec<DiskConfig>,
     /// Its network devices, in order.
     pub nets: Vec<NetConfig>,
+    /// How equal pages of its memory are merged; `None` for as those of the checkpoint.
+    pub merge: Option<MergeConfig>,
     /// Its cgroup.
     pub cgroup: Option<CgroupConfig>,
     /// Whether it stays paused.
@@ -277,11 +282,24 @@ impl ForkOptions {
         self.api.is_some() || self.vsock.is_some() || self.cgroup.is_some()
     }
 
-    /// Whether a machine of this checkpoint has these devices.
+    /// Whether a machine of this checkpoint can have these devices, and its pages merged.
     ///
     /// # Errors
-    /// [`CheckpointError::Count`]
+    /// [`CheckpointError::Count`], [`CheckpointError::MergedByKernel`],
+    /// [`CheckpointError::NotMergedByKernel`]
     pub fn check(&self, info: &CheckpointInfo) -> Result<(), CheckpointError> {
+        let by_kernel = MergeConfig { backend: MergeBackend::Kernel, ..MergeConfig::default() };
+        match &self.merge {
+            Some(merge) if info.merge == MergeBackend::Kernel && *merge != by_kernel => {
+                return Err(CheckpointError::MergedByKernel);
+            }
+            Some(merge)
+                if merge.backend == MergeBackend::Kernel && info.merge != MergeBackend::Kernel =>
+            {
+                return Err(CheckpointError::NotMergedByKernel);
+            }
+            _ => {}
+        }
         let given = [
             ("disks", info.disks, "--disk path=FILE", self.disks.len()),
             ("network devices", info.nets, "--net tap=NAME", self.nets.len()),
@@ -550,6 +568,17 @@ impl Opened {
             let descriptor = descriptor.try_clone().map_err(host("duplicate a descriptor"))?;
             descriptors.push(descriptor);
             request.nets.push(NetRequest::of(net));
+        }
+        let merge = options.merge.as_ref();
+        if let Some(merge) = merge.filter(|merge| merge.backend == MergeBackend::Owner) {
+            let device = File::options().read(true).write(true).open("/dev/userfaultfd");
+            descriptors.push(device.map_err(CheckpointError::Userfaultfd)?.into());
+            let mut config = merge.clone();
+            config.broker = config.broker.as_deref().map(absolute).transpose()?;
+            let broker = config.broker.as_deref();
+            let connection = broker.map(|path| ebb_page_merge::broker::connect(path, ARRIVAL));
+            descriptors.extend(connection.transpose()?);
+            request.merge = Some(MergeRequest { config, only_node: only_node() });
         }
         let images = images.into_iter().flatten().collect();
         Ok(Self { request, descriptors, names, images, companion })

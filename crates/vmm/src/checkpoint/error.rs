@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use ebb_local_io::ListenError;
+use ebb_page_merge::broker::BrokerError;
 use rustix::event::Timespec;
 use thiserror::Error;
 
@@ -109,6 +110,27 @@ pub enum CheckpointError {
         /// How it is given.
         remedy: &'static str,
     },
+    /// The kernel merges pages of the checkpoint.
+    #[error(
+        "--memory: the kernel merges the pages of this checkpoint, and those of its forks in the \
+         same domain (merge=kernel); leave the option out"
+    )]
+    MergedByKernel,
+    /// The kernel does not.
+    #[error(
+        "--memory merge=kernel: the kernel merges the pages of forks if it merges those of the \
+         first machine; start that with merge=kernel"
+    )]
+    NotMergedByKernel,
+    /// Pages cannot be merged by a new machine's monitor.
+    #[error(
+        "--memory merge=owner: cannot open /dev/userfaultfd: {0}; give this user access to it, or \
+         leave the option out"
+    )]
+    Userfaultfd(io::Error),
+    /// The broker of shared pages cannot be reached.
+    #[error(transparent)]
+    Broker(#[from] BrokerError),
     /// passt cannot be passed on.
     #[error("--net user cannot be used for forked machines yet; give tap= or fd=")]
     User,

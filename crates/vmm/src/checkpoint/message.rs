@@ -4,11 +4,14 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::{DiskConfig, DiskFormat, NetConfig, RateLimits, Switch};
+use crate::config::{
+    DiskConfig, DiskFormat, MergeBackend, MergeConfig, NetConfig, RateLimits, Switch,
+};
 
 /// Files of /proc/PID that a monitor reads about itself. A forked machine's monitor cannot open its
 /// own: the client does.
-pub(crate) const OWN_FILES: [&str; 4] = ["statm", "pagemap", "numa_maps", "smaps"];
+pub(crate) const OWN_FILES: [&str; 6] =
+    ["statm", "pagemap", "numa_maps", "smaps", "ksm_merging_pages", "maps"];
 
 /// What a client may ask a checkpoint for.
 #[derive(Debug, Serialize, Deserialize)]
@@ -62,6 +65,9 @@ pub struct CheckpointInfo {
     pub vsock: bool,
     /// Whether the guest has a driver for that.
     pub vsock_driver: bool,
+    /// How equal pages of its memory are merged.
+    #[serde(default)]
+    pub merge: MergeBackend,
     /// Machines that were forked from it.
     pub forks: u64,
 }
@@ -87,10 +93,22 @@ pub(crate) struct ForkRequest {
     pub disks: Vec<DiskRequest>,
     /// Its network devices, with one descriptor each.
     pub nets: Vec<NetRequest>,
+    /// Merging by its monitor. Two descriptors: /dev/userfaultfd, and a connection with the broker
+    /// if there is one.
+    pub merge: Option<MergeRequest>,
     /// Whether it stays paused.
     pub paused: bool,
     /// Whether it may be run although a disk was written after the checkpoint.
     pub accept_changed_disks: bool,
+}
+
+/// Merging by the monitor of a new machine.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct MergeRequest {
+    pub config: MergeConfig,
+    /// Number of the host's node with memory, if there is only one.
+    pub only_node: Option<u32>,
 }
 
 /// A listening socket with a name.

@@ -18,5 +18,5 @@ pub use message::CheckpointInfo;
 #[cfg(test)]
 pub(crate) use message::SocketRequest;
 pub(crate) use message::{
-    Answer, DiskRequest, Files, ForkRequest, NetRequest, Request, Stage, Start,
+    Answer, DiskRequest, Files, ForkRequest, MergeRequest, NetRequest, Request, Stage, Start,
 };

@@ -107,6 +107,15 @@ impl MergeOverrides {
     }
 }
 
+impl From<MergeConfig> for MergeOverrides {
+    /// All of `config`.
+    fn from(config: MergeConfig) -> Self {
+        let MergeConfig { backend, domain, broker, across_nodes } = config;
+        let across_nodes = across_nodes.map(Switch::from_bool);
+        Self { backend: Some(backend), domain, broker, across_nodes }
+    }
+}
+
 impl MergeConfig {
     /// Checks for contradictions.
     pub(super) fn validate(&self) -> Result<(), ConfigError> {

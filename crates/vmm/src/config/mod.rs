@@ -336,8 +336,11 @@ impl VmConfig {
     fn check_forkable(&self) -> Result<(), ConfigError> {
         let (problem, remedy) = if self.memory.backing != Backing::Anonymous {
             ("memory in a file has no copy in a fork: both would write to it", "leave out backing=")
-        } else if !self.memory.merge.is_off() {
-            ("machines whose pages are merged cannot be forked yet", "leave out merge=")
+        } else if self.memory.merge.backend == MergeBackend::Owner {
+            (
+                "a machine whose monitor merges its pages cannot be forked",
+                "leave out merge=owner, and let its forks merge: ebb fork … --memory merge=owner",
+            )
         } else {
             return Ok(());
         };

@@ -106,6 +106,8 @@ pub(super) struct Inherited {
     pub image: Option<BootImage>,
     /// See [`ProcessMemory`].
     pub process_memory: ProcessMemory,
+    /// Merging of its pages.
+    pub merging: Option<Merging>,
 }
 
 /// Facts about a machine sent by another monitor that must be known before it is built.
@@ -209,7 +211,12 @@ pub(super) fn build(
     let vm_fd = create_vm(kvm)?;
     let ram = guest_ram(&config, &mut origin)?;
     register_memory(&vm_fd, &ram)?;
-    let merging = Merging::start(&config.memory.merge, &ram, filters, exit);
+    let merging = match &mut origin {
+        Origin::Fork(inherited) => inherited.merging.take(),
+        _ => None,
+    };
+    let start_merging = || Merging::start(&config.memory.merge, &ram, filters, exit);
+    let merging = merging.unwrap_or_else(start_merging);
     let copies_stopped = match origin {
         Origin::Fork(_) => Some("a forked process cannot protect its memory".to_owned()),
         _ => prepare_for_copies(&config, &ram).err(),

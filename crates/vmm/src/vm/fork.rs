@@ -18,6 +18,7 @@ use std::io;
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::time::{Duration, Instant};
 
+use ebb_page_merge::{Clock as _, SystemClock};
 use kvm_ioctls::Kvm;
 use rustix::fs::FileType;
 use rustix::net::SocketType;
@@ -55,6 +56,8 @@ pub(super) struct Forkable {
 impl Forkable {
     /// Of a machine that this process has started.
     pub(super) fn new(kvm: Kvm) -> Result<Self, VmError> {
+        // As for merging by the monitor (merge/owner.rs): a forked process has it done.
+        let _ = SystemClock.now();
         let null = File::options().read(true).write(true).open("/dev/null");
         Ok(Self { kvm, null: null.map_err(VmError::host("open /dev/null"))?, parent: None })
     }

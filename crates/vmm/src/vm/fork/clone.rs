@@ -5,6 +5,7 @@ use std::io::ErrorKind;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 
+use ebb_guest_ram::merge::MergeFiles;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::DumpableBehavior;
 use rustix::thread::CoreSchedulingScope;
@@ -12,8 +13,8 @@ use serde::de::IgnoredAny;
 
 use super::Forkable;
 use super::holder::Template;
-use crate::checkpoint::{DiskRequest, Files, ForkRequest, NetRequest, Stage, Start};
-use crate::config::{SerialConfig, Switch, VmConfig, VsockOption};
+use crate::checkpoint::{DiskRequest, Files, ForkRequest, MergeRequest, NetRequest, Stage, Start};
+use crate::config::{MergeBackend, SerialConfig, Switch, VmConfig, VsockOption};
 use crate::devices::virtio::block::DiskFiles;
 use crate::devices::virtio::net::OpenNet;
 use crate::exit::{ExitSignal, GuestExit};
@@ -26,6 +27,7 @@ use crate::vm::build::{Built, Inherited, Origin, Resources, build, prepare};
 use crate::vm::console::Console;
 use crate::vm::control::ProcessMemory;
 use crate::vm::event_loop::{start_api, start_log, wait_for_end};
+use crate::vm::merge::{Given, Merging};
 use crate::vm::migration::MigrationThread;
 use crate::vm::vsock::VsockSockets;
 use crate::vm::{Signals, VmError};
@@ -110,7 +112,7 @@ impl Template<'_> {
             )
             .map_err(VmError::host("keep other machines off its processor cores"))?;
         }
-        let process_memory = self.replace_own_files(status)?;
+        let (process_memory, maps) = self.replace_own_files(status, request.merge.is_some())?;
         let signals = Signals::block().map_err(VmError::host("take over signals"))?;
         let filters = Filters::new(self.vm.config.seccomp)?.without_rights();
         let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
@@ -120,13 +122,19 @@ impl Template<'_> {
         let (paused, accepts_changes) = (request.paused, request.accept_changed_disks);
         let are_copies: Vec<bool> = request.disks.iter().map(|disk| disk.is_copy).collect();
         let own = Own::receive(request, &mut descriptors, &self.vm.config)?;
-        let Own { config, resources, companion, api } = own;
+        let Own { config, resources, companion, api, mut merge } = own;
         if !accepts_changes {
             let files = resources.disks.iter().zip(are_copies).map(|(files, is_copy)| {
                 if is_copy { None } else { rustix::fs::fstat(&files.top).ok() }
             });
             state.check_disk_files(&config.disks, files)?;
         }
+        if let Some(given) = &mut merge {
+            given.files.maps = maps;
+        }
+        let (ram, config_of_merging) = (&self.vm.ram, &config.memory.merge);
+        let merging =
+            Merging::in_fork(&self.vm.merging, config_of_merging, merge, ram, &filters, &exit);
         // SAFETY: nothing of the other processes' machine is used any more.
         let forkable = unsafe { Forkable::taken_over(self.forkable, self.info.name.clone()) }?;
         let inherited = Inherited {
@@ -135,6 +143,7 @@ impl Template<'_> {
             state,
             image: self.image.take(),
             process_memory,
+            merging: Some(merging),
         };
         let on_reboot = config.on_reboot;
         let origin = Origin::Fork(Box::new(inherited));
@@ -161,10 +170,15 @@ impl Template<'_> {
     }
 
     /// Has the client open the files of /proc about this process, and puts them in the place of the
-    /// old one's.
-    fn replace_own_files(&self, status: &OwnedFd) -> Result<ProcessMemory, VmError> {
+    /// old one's; also its map, if the monitor merges pages.
+    fn replace_own_files(
+        &self,
+        status: &OwnedFd,
+        merges: bool,
+    ) -> Result<(ProcessMemory, Option<File>), VmError> {
         let old = self.vm.ram.process_files();
-        let names = std::iter::once("statm").chain(old.iter().map(|(name, _)| *name));
+        let maps = merges.then_some("maps");
+        let names = std::iter::once("statm").chain(old.iter().map(|(name, _)| *name)).chain(maps);
         let files = names.map(str::to_owned).collect();
         let failed = VmError::host("learn about its own process");
         // Linux refuses them for a process that is not dumpable, unless root opens them.
@@ -181,10 +195,10 @@ impl Template<'_> {
             .map_err(failed)?;
         let mut files = files.into_iter();
         let statm = files.next().map(File::from);
-        for ((_, number), file) in old.into_iter().zip(files) {
+        for ((_, number), file) in old.into_iter().zip(&mut files) {
             put_in_place(file.as_fd(), number).map_err(VmError::host("replace a descriptor"))?;
         }
-        Ok(ProcessMemory::of(statm))
+        Ok((ProcessMemory::of(statm), files.next().map(File::from)))
     }
 }
 
@@ -214,6 +228,7 @@ pub(super) struct Own {
     pub resources: Resources,
     companion: Option<Companion>,
     pub api: Option<(OwnedFd, KeptName)>,
+    pub merge: Option<Given>,
 }
 
 impl Own {
@@ -250,12 +265,22 @@ impl Own {
             .iter()
             .map(|_| OpenNet::of(descriptors.next()?).map_err(|problem| failed(&problem)));
         let open = open.collect::<Result<_, VmError>>()?;
+        let given = |MergeRequest { config, only_node }| -> Result<_, VmError> {
+            let userfaultfd = Some(File::from(descriptors.next()?));
+            let files = MergeFiles { userfaultfd, maps: None, only_node };
+            let broker = config.broker.is_some().then(|| descriptors.next()).transpose()?;
+            Ok((config, Given { files, broker }))
+        };
+        let (merge_config, merge) = request.merge.map(given).transpose()?.unzip();
+        let merge_config = merge_config.unwrap_or_else(|| template.memory.merge.clone());
         let overrides = Overrides {
             serial: SerialConfig::Null,
             api: request.api.map(|socket| socket.path),
             seccomp: template.seccomp,
             isolation: IsolationConfig { cgroup: None, ..template.isolation.clone() },
-            forkable: Switch::On,
+            // As for a machine that was not forked.
+            forkable: Switch::from_bool(merge_config.backend != MergeBackend::Owner),
+            merge: merge_config.into(),
             on_reboot: Some(template.on_reboot),
             boot: template.boot.clone(),
             disks,
@@ -276,6 +301,6 @@ impl Own {
             _ => None,
         };
         let resources = Resources { disks: files, nets: open, vsock };
-        Ok(Self { config, resources, companion, api })
+        Ok(Self { config, resources, companion, api, merge })
     }
 }

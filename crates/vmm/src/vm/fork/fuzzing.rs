@@ -146,11 +146,20 @@ fn document(input: &mut Input<'_>, template: &VmConfig) -> Value {
         "cid": input.rarely().then(|| input.number() as u32),
         "disks": disks,
         "nets": vec![net; number(input, template.nets.len())],
+        "merge": input.rarely().then(|| json!({
+            "config": {
+                "backend": input.one(&["owner", "kernel", "off"]),
+                "domain": input.one(&[None, Some("red"), Some("../")]),
+                "broker": input.one(&[None, Some("/broker")]),
+                "across_nodes": null,
+            },
+            "only_node": input.rarely().then(|| input.number() as u32),
+        })),
         "paused": false,
         "accept_changed_disks": true,
     });
     if input.rarely() {
-        let names = ["cgroup", "companion", "api", "disks", "nets", "paused", "unknown"];
+        let names = ["cgroup", "companion", "api", "disks", "nets", "merge", "unknown"];
         request[input.one(&names)] = input.one(&[0_i64, -1, i64::MAX]).into();
     }
     json!({ "fork": request })

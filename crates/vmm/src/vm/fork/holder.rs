@@ -65,6 +65,7 @@ impl<'a> Template<'a> {
                 .devices
                 .iter()
                 .any(|saved| saved.active && matches!(saved.device, DeviceState::Vsock { .. })),
+            merge: vm.config.memory.merge.backend,
             forks: 0,
         };
         Self { vm, forkable, state: Some(state), image, copies, info }
@@ -91,7 +92,9 @@ impl<'a> Template<'a> {
         let image = self.image.iter().flat_map(BootImage::descriptors);
         let restored = self.vm.ram.restored_file();
         let copies = self.copies.iter().flatten().map(|copy| copy.file.as_raw_fd());
-        own.into_iter().chain(files).chain(image).chain(restored).chain(copies).collect()
+        let merging = self.vm.merging.descriptors();
+        let inherited = files.chain(image).chain(restored).chain(copies).chain(merging);
+        own.into_iter().chain(inherited).collect()
     }
 
     /// Leaves the terminal and the signals of the other process.

@@ -5,8 +5,10 @@ use std::os::unix::net::UnixStream;
 
 use super::clone::{Descriptors, Own};
 use super::*;
-use crate::checkpoint::{DiskRequest, ForkRequest, NetRequest, SocketRequest};
-use crate::config::{DiskConfig, NetConfig, VmConfig, VsockConfig};
+use crate::checkpoint::{DiskRequest, ForkRequest, MergeRequest, NetRequest, SocketRequest};
+use crate::config::{
+    DiskConfig, MergeBackend, MergeConfig, MergeOverrides, NetConfig, VmConfig, VsockConfig,
+};
 
 fn disk(text: &str) -> DiskConfig {
     text.parse().unwrap()
@@ -74,6 +76,32 @@ fn a_machine_gets_its_descriptors_in_the_order_of_the_request() {
     assert_eq!(config.nets[0].receive_limits.ops, Some(7));
     let (listener, name) = own.api.unwrap();
     assert_eq!((inode(&listener), name.index()), (inodes[1], 0));
+}
+
+#[test]
+fn what_merging_needs_comes_last() {
+    let merge: MergeOverrides =
+        "merge=owner,merge_domain=red,merge_broker=/run/broker".parse().unwrap();
+    let merge = merge.apply(MergeConfig::default()).unwrap();
+    let inode = |file: &OwnedFd| rustix::fs::fstat(file).unwrap().st_ino;
+    let mut descriptors = descriptors();
+    descriptors.extend((0..2).map(|_| OwnedFd::from(tempfile::tempfile().unwrap())));
+    let inodes: Vec<_> = descriptors.iter().map(inode).collect();
+    let mut request = request();
+    request.merge = Some(MergeRequest { config: merge.clone(), only_node: Some(3) });
+    let own = Own::receive(request, &mut Descriptors::new(descriptors), &template()).unwrap();
+    let given = own.merge.unwrap();
+    let device = given.files.userfaultfd.unwrap();
+    assert_eq!(device.metadata().unwrap().ino(), inodes[11]);
+    assert_eq!(given.broker.map(|broker| inode(&broker)), Some(inodes[12]));
+    assert_eq!((given.files.only_node, &own.config.memory.merge), (Some(3), &merge));
+    // Its memory has pages of others then.
+    assert!(!own.config.forkable.is_on());
+    // The kernel's merging comes with the memory.
+    let mut merged = template();
+    merged.memory.merge.backend = MergeBackend::Kernel;
+    let own = Own::receive(self::request(), &mut Descriptors::new(self::descriptors()), &merged);
+    assert_eq!(own.unwrap().config.memory.merge, merged.memory.merge);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Merging by Linux's KSM. Its settings belong to the host: a machine only makes its memory
 //! mergeable.
 
+use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
@@ -26,7 +27,7 @@ pub(super) struct KernelMerging {
     ram: Arc<GuestRam>,
     /// Dropped last: while there is memory that the kernel may merge, machines of other domains
     /// must stay out.
-    _domain: KernelDomain,
+    domain: KernelDomain,
 }
 
 impl KernelMerging {
@@ -64,7 +65,26 @@ impl KernelMerging {
         let domain = KernelDomain::join(folder, domain).map_err(text)?;
         // Only after joining: no machine of another domain is present.
         ram.advise_mergeable(Advice::Allow).map_err(text)?;
-        Ok(Self { ksm, status: Mutex::default(), ram: ram.clone(), _domain: domain })
+        Ok(Self { ksm, status: Mutex::default(), ram: ram.clone(), domain })
+    }
+
+    /// That of a process which was forked from this one's, with the same memory. The advice comes
+    /// with it (Linux mm/ksm.c, `ksm_fork`), and merged pages stay merged.
+    ///
+    /// # Errors
+    /// What the kernel refused.
+    pub(super) fn in_fork(&self) -> Result<Self, String> {
+        Ok(Self {
+            ksm: self.ksm.try_clone().map_err(text)?,
+            status: Mutex::new(lock(&self.status).clone()),
+            ram: self.ram.clone(),
+            domain: self.domain.try_clone().map_err(text)?,
+        })
+    }
+
+    /// Descriptors that a forked process keeps.
+    pub(super) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.ksm.descriptors().chain([self.domain.descriptor()])
     }
 
     pub(super) fn status(&self) -> Status {

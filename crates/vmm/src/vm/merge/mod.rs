@@ -5,6 +5,7 @@
 mod kernel;
 mod owner;
 
+use std::os::fd::{AsRawFd as _, RawFd};
 use std::sync::Arc;
 
 use ebb_guest_ram::GuestRam;
@@ -18,6 +19,7 @@ use crate::exit::ExitSignal;
 use crate::seccomp::Filters;
 
 use kernel::KernelMerging;
+pub(super) use owner::Given;
 use owner::OwnerMerging;
 
 /// State of merging, and the reason if it is limited.
@@ -72,6 +74,50 @@ impl Merging {
                 OwnerMerging::start(config, ram, filters, exit).map(Backend::Owner)
             }
         };
+        Self::of(config, started)
+    }
+
+    /// That of a machine which was forked from the one with `old`, in a process that cannot open
+    /// anything. `given` is what the monitor itself needs to merge.
+    ///
+    /// Pages that the kernel merges are merged in both from now on. The monitor's own merging
+    /// begins with the forked machine.
+    pub(super) fn in_fork(
+        old: &Self,
+        config: &MergeConfig,
+        given: Option<Given>,
+        ram: &Arc<GuestRam>,
+        filters: &Filters,
+        exit: &Arc<ExitSignal>,
+    ) -> Self {
+        let started = match (config.backend, &old.backend) {
+            (MergeBackend::Off, _) => Ok(Backend::Off),
+            (MergeBackend::Kernel, Backend::Kernel(kernel)) => {
+                kernel.in_fork().map(Backend::Kernel)
+            }
+            (MergeBackend::Kernel, Backend::Unavailable(reason)) => Err(reason.clone()),
+            (MergeBackend::Kernel, Backend::Off | Backend::Owner(_)) => {
+                Err("the machine that it was forked from is not merged by the kernel".to_owned())
+            }
+            (MergeBackend::Owner, _) => given
+                .ok_or_else(|| "nothing was passed to the monitor for it".to_owned())
+                .and_then(|given| OwnerMerging::in_fork(config, ram, given, filters, exit))
+                .map(Backend::Owner),
+        };
+        Self::of(config, started)
+    }
+
+    /// Descriptors that a forked process needs for the kernel's merging.
+    pub(super) fn descriptors(&self) -> Vec<RawFd> {
+        match &self.backend {
+            Backend::Kernel(kernel) => {
+                kernel.descriptors().map(|descriptor| descriptor.as_raw_fd()).collect()
+            }
+            Backend::Off | Backend::Unavailable(_) | Backend::Owner(_) => Vec::new(),
+        }
+    }
+
+    fn of(config: &MergeConfig, started: Result<Backend, String>) -> Self {
         let backend = started.unwrap_or_else(|reason| {
             tracing::warn!("the machine runs without merging of equal pages: {reason}");
             Backend::Unavailable(reason)

@@ -1,10 +1,12 @@
 //! Merging by the monitor itself, on a thread of its own.
 
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
+use ebb_guest_ram::merge::MergeFiles;
 use ebb_guest_ram::{GuestRam, MergeSession, StableMemory, StableSegments};
-use ebb_page_merge::broker::{BrokerStore, MemberConfig, Placement};
+use ebb_page_merge::broker::{BrokerError, BrokerStore, MemberConfig, Placement};
 use ebb_page_merge::{
     Clock as _, Control, Merger, Nodes, Paused, Run, Secret, Settings, SettingsError, StablePages,
     StableStore, Statistics, SystemClock, Worker,
@@ -43,6 +45,14 @@ enum Sharing {
     Broker,
 }
 
+/// What a forked process, which cannot open anything, is given for merging.
+pub(in crate::vm) struct Given {
+    /// Files of the system.
+    pub files: MergeFiles,
+    /// A connection with the broker.
+    pub broker: Option<OwnedFd>,
+}
+
 /// Resources opened for merging.
 struct Prepared {
     ram: Arc<GuestRam>,
@@ -63,23 +73,32 @@ impl OwnerMerging {
         exit: &Arc<ExitSignal>,
     ) -> Result<Self, String> {
         let segments = StableSegments::new();
-        ram.enable_merging(segments.clone()).map_err(|error| error.to_string())?;
-        let session = MergeSession::new(ram.clone()).map_err(|error| error.to_string())?;
-        let nodes = if config.across_nodes == Some(false) { Nodes::Apart } else { Nodes::Across };
-        let settings =
-            Settings { run: Run::Merge, merge_across_nodes: nodes, ..Settings::default() };
-        let prepared = Prepared { ram: ram.clone(), session, segments, settings };
-        match connect(config, nodes, &prepared.segments) {
-            None => prepared.merge_alone(Sharing::Alone, filters, exit),
-            Some(Ok(store)) => {
-                let secret = store.secret();
-                prepared.merge_with(store, secret, Sharing::Broker, filters, exit)
-            }
-            Some(Err(reason)) => {
-                tracing::warn!("pages are merged within the machine only: {reason}");
-                prepared.merge_alone(Sharing::WithoutBroker(reason), filters, exit)
-            }
-        }
+        ram.enable_merging(segments.clone()).map_err(text)?;
+        let prepared = Prepared::new(config, ram, segments)?;
+        let store = join(config, &prepared, BrokerStore::connect);
+        prepared.merge(store, filters, exit)
+    }
+
+    /// The same in a forked process: pages are merged that the machine has alone.
+    ///
+    /// # Errors
+    /// Why the pages of this machine cannot be merged.
+    pub(super) fn in_fork(
+        config: &MergeConfig,
+        ram: &Arc<GuestRam>,
+        given: Given,
+        filters: &Filters,
+        exit: &Arc<ExitSignal>,
+    ) -> Result<Self, String> {
+        let segments = StableSegments::new();
+        ram.enable_merging_in_fork(segments.clone(), given.files).map_err(text)?;
+        let prepared = Prepared::new(config, ram, segments)?;
+        let store = given.broker.and_then(|connection| {
+            join(config, &prepared, |member, segments| {
+                BrokerStore::over(connection, member, segments)
+            })
+        });
+        prepared.merge(store, filters, exit)
     }
 
     /// Pauses merging. Returns when no operation is in progress.
@@ -163,25 +182,63 @@ impl Drop for OwnerMerging {
     }
 }
 
+/// The stable pages of a domain.
+type DomainStore = BrokerStore<Arc<StableSegments>>;
+
 /// The domain's stable pages, if a broker is configured.
-fn connect(
+fn join(
     config: &MergeConfig,
-    nodes: Nodes,
-    segments: &Arc<StableSegments>,
-) -> Option<Result<BrokerStore<Arc<StableSegments>>, String>> {
+    prepared: &Prepared,
+    join: impl FnOnce(&MemberConfig, Arc<StableSegments>) -> Result<DomainStore, BrokerError>,
+) -> Option<Result<DomainStore, String>> {
     let path = config.broker.clone()?;
-    let placement = match nodes {
+    let placement = match prepared.settings.merge_across_nodes {
         Nodes::Across => Placement::Across,
         Nodes::Apart => Placement::Apart,
     };
     let domain = config.domain.as_deref().unwrap_or_default().parse();
     let member = domain.map(|domain| MemberConfig::new(path, domain, placement));
-    Some(member.map_err(|error| error.to_string()).and_then(|member| {
-        BrokerStore::connect(&member, segments.clone()).map_err(|error| error.to_string())
-    }))
+    let member = member.map_err(text);
+    Some(member.and_then(|member| join(&member, prepared.segments.clone()).map_err(text)))
+}
+
+fn text(error: impl std::fmt::Display) -> String {
+    error.to_string()
 }
 
 impl Prepared {
+    fn new(
+        config: &MergeConfig,
+        ram: &Arc<GuestRam>,
+        segments: Arc<StableSegments>,
+    ) -> Result<Self, String> {
+        let session = MergeSession::new(ram.clone()).map_err(text)?;
+        let nodes = if config.across_nodes == Some(false) { Nodes::Apart } else { Nodes::Across };
+        let settings =
+            Settings { run: Run::Merge, merge_across_nodes: nodes, ..Settings::default() };
+        Ok(Self { ram: ram.clone(), session, segments, settings })
+    }
+
+    /// Merges with the pages of a domain, or alone.
+    fn merge(
+        self,
+        store: Option<Result<DomainStore, String>>,
+        filters: &Filters,
+        exit: &Arc<ExitSignal>,
+    ) -> Result<OwnerMerging, String> {
+        match store {
+            None => self.merge_alone(Sharing::Alone, filters, exit),
+            Some(Ok(store)) => {
+                let secret = store.secret();
+                self.merge_with(store, secret, Sharing::Broker, filters, exit)
+            }
+            Some(Err(reason)) => {
+                tracing::warn!("pages are merged within the machine only: {reason}");
+                self.merge_alone(Sharing::WithoutBroker(reason), filters, exit)
+            }
+        }
+    }
+
     fn merge_alone(
         self,
         sharing: Sharing,
