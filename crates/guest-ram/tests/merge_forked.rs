@@ -40,11 +40,10 @@ fn only_pages_of_its_own_are_merged() {
     let segments = StableSegments::new();
     let enabled = ram.enable_merging_in_fork(Arc::clone(&segments), MergeFiles::open());
     let end = || {
-        // SAFETY: ends the process that was made above, and waits for it.
-        unsafe {
-            libc::kill(other, libc::SIGKILL);
-            libc::waitpid(other, std::ptr::null_mut(), 0);
-        }
+        // SAFETY: ends the process that was made above.
+        unsafe { libc::kill(other, libc::SIGKILL) };
+        // SAFETY: waits for it; its status is not asked for.
+        unsafe { libc::waitpid(other, std::ptr::null_mut(), 0) };
     };
     if let Err(error @ MergeUnavailable::OldKernel { .. }) = &enabled {
         eprintln!("not tested: {error}");

@@ -462,7 +462,7 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
         // Whether a client's file is open for writing.
         ThreadKind::Migrate => controls.push(libc::F_GETFL),
         ThreadKind::Fork => {
-            controls.extend([libc::F_GETFL, libc::F_SETFL, libc::F_GET_SEALS, libc::F_ADD_SEALS])
+            controls.extend([libc::F_GETFL, libc::F_SETFL, libc::F_GET_SEALS, libc::F_ADD_SEALS]);
         }
         _ => {}
     }

@@ -44,9 +44,11 @@ fn by_their_monitors(scene: &Scene) {
         fork.guest.merge_quickly();
     }
     hold(&forks, 9);
-    forks.iter().for_each(|fork| fork.guest.wait_merged(MERGED));
-    // Merged pages are mapped as soon as they are read.
-    forks.iter().for_each(|fork| fork.guest.check_held());
+    for fork in &forks {
+        fork.guest.wait_merged(MERGED);
+        // Merged pages are mapped as soon as they are read.
+        fork.guest.check_held();
+    }
     let common = forks.iter().map(|fork| stable_frames(fork.pid()));
     let common = common.reduce(|all, one| all.intersection(&one).copied().collect()).unwrap();
     assert!(common.len() as u64 * PAGE_BYTES >= MERGED, "{} pages", common.len());
@@ -69,7 +71,9 @@ fn by_their_monitors(scene: &Scene) {
     let text = failure(scene, &["ctl", &socket, "checkpoint", &unique(scene, "again")]);
     assert!(text.contains("pages are merged"), "{text}");
     forks[0].guest.unmerge();
-    forks.iter().for_each(|fork| fork.guest.check_held());
+    for fork in &forks {
+        fork.guest.check_held();
+    }
     assert_eq!(parent.wrong_pages(), 0);
 
     // What cannot be had is said before a machine is made.

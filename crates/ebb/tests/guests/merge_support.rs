@@ -134,10 +134,10 @@ impl Guest {
 /// other machines map them, too. `pid` is its monitor's. Format in Linux
 /// Documentation/admin-guide/mm/pagemap.rst.
 pub fn stable_frames(pid: u32) -> BTreeSet<u64> {
-    let process = format!("/proc/{pid}");
     const PRESENT: u64 = 1 << 63;
     const OF_A_FILE: u64 = 1 << 61;
     const NUMBER: u64 = (1 << 55) - 1;
+    let process = format!("/proc/{pid}");
     let maps = fs::read_to_string(format!("{process}/maps")).expect("the monitor runs");
     let pagemap = File::open(format!("{process}/pagemap")).expect("the monitor runs");
     let mut found = BTreeSet::new();
