@@ -66,6 +66,8 @@ fn holds() -> Result<(), Failed> {
     if std::env::var_os("PROPTEST_CASES").is_none() {
         config.cases = CASES;
     }
+    config.max_shrink_iters = 2000;
+    config.max_shrink_time = 60_000;
     let (cases, seed) = (config.cases, config.rng_seed);
     let (result, counts) = search(Flaw::None, config);
     match result {

@@ -111,10 +111,9 @@ impl Memory {
     pub fn compare(&self, page: u64, found: &[u8]) -> Option<Difference> {
         let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_ne_bytes);
         let expected = self.0[page as usize].bytes.chunks_exact(8).map(word);
-        let words = expected.zip(found.chunks_exact(8).map(word)).enumerate();
+        let mut words = expected.zip(found.chunks_exact(8).map(word)).enumerate();
         words
-            .filter(|(_, (expected, found))| expected != found)
-            .next()
+            .find(|(_, (expected, found))| expected != found)
             .map(|(word, (expected, found))| Difference { page, word, expected, found })
     }
 }

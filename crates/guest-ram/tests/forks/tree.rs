@@ -141,10 +141,9 @@ pub fn run(case: &Case) -> (Counts, Result<(), Violation>) {
         Ok(tree) => tree,
         Err(violation) => return (Counts::default(), Err(violation)),
     };
-    let operations = case.operations.iter().enumerate();
+    let mut operations = case.operations.iter().enumerate();
     let result = operations
-        .map(|(index, operation)| tree.carry_out(index, operation))
-        .collect::<Result<(), _>>()
+        .try_for_each(|(index, operation)| tree.carry_out(index, operation))
         .and_then(|()| tree.check_all());
     (tree.counts, result)
 }
@@ -166,7 +165,9 @@ impl Tree {
             _ => Duration::from_secs(60),
         };
         let mut memory = Memory::new(setup.size_pages());
-        setup.writes().iter().for_each(|span| memory.write(span));
+        for span in setup.writes() {
+            memory.write(&span);
+        }
         let mut tree = Self {
             first,
             directory,
@@ -336,7 +337,9 @@ impl Tree {
         let path = self.directory.path().join(format!("image-{}", self.counts.operations));
         let Some(machine) = self.pick(pick, Role::Machine) else { return Ok(()) };
         let at_moment = machine.memory.clone();
-        writes.iter().for_each(|span| machine.memory.write(span));
+        for span in &writes {
+            machine.memory.write(span);
+        }
         let number = machine.number;
         let command = Command::Save { path: path.clone(), kind, writes };
         let Answer::Saved { image, kind } = machine.ask(&command)? else {
@@ -399,8 +402,8 @@ fn compare_image(
     file.read_exact_at(&mut content, 0).map_err(|error| failed(error.to_string()))?;
     image.verify(&file, 0, &mut |_| {}).map_err(|error| failed(error.to_string()))?;
     std::fs::remove_file(path).unwrap();
-    let pages = content.chunks_exact(PAGE as usize).enumerate();
-    Ok(pages.filter_map(|(page, content)| memory.compare(page as u64, content)).next())
+    let mut pages = content.chunks_exact(PAGE as usize).enumerate();
+    Ok(pages.find_map(|(page, content)| memory.compare(page as u64, content)))
 }
 
 impl Process {
@@ -439,7 +442,9 @@ impl Process {
     fn discard(&mut self, runs: &[Run], tenure: Tenure) -> Result<(), Violation> {
         let size_pages = self.memory.size_pages();
         let pages: Vec<_> = runs.iter().map(|run| run.within(size_pages)).collect();
-        pages.iter().for_each(|pages| self.memory.discard(pages.clone()));
+        for pages in &pages {
+            self.memory.discard(pages.clone());
+        }
         self.tell(&Command::Discard { pages, tenure })
     }
 
