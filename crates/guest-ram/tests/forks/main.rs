@@ -31,7 +31,7 @@ use tree::{Counts, Violation};
 
 /// Cases of an ordinary run, and the most operations of each.
 const CASES: u32 = 64;
-const OPERATIONS: usize = 60;
+const OPERATIONS: usize = 100;
 
 /// A case as it was printed.
 const CASE: &str = "EBB_FORKS_CASE";
@@ -44,7 +44,10 @@ fn main() {
         Trial::test(name, move || finds(flaw, is_expected))
     };
     let is_content = |violation: &Violation| {
-        matches!(violation, Violation::Content { .. } | Violation::Image { .. })
+        matches!(
+            violation,
+            Violation::Content { .. } | Violation::Image { .. } | Violation::Populated { .. }
+        )
     };
     let is_silent = |violation: &Violation| matches!(violation, Violation::Silent { .. });
     let trials = vec![

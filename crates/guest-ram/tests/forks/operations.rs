@@ -216,7 +216,11 @@ fn write() -> impl Strategy<Value = Write> {
 fn operation() -> impl Strategy<Value = Operation> {
     let pick = 0..64_usize;
     let tenure = prop_oneof![Just(Tenure::Momentary), Just(Tenure::Ballooned)];
-    let advice = prop_oneof![4 => Just(Advice::SplitHuge), 4 => Just(Advice::Collapse), 1 => Just(Advice::Populate)];
+    let advice = prop_oneof![
+        4 => Just(Advice::SplitHuge),
+        4 => Just(Advice::Collapse),
+        1 => Just(Advice::Populate),
+    ];
     let look = prop_oneof![Just(Look::All), Just(Look::Populated)];
     let kind = prop_oneof![1 => Just(SaveKind::Plain), 2 => Just(SaveKind::Background)];
     let runs = prop::collection::vec(run(), 1..6);
@@ -266,7 +270,8 @@ fn setup(flaw: Flaw) -> impl Strategy<Value = Setup> {
     )
 }
 
+/// With at most so many operations.
 pub fn case(flaw: Flaw, operations: usize) -> impl Strategy<Value = Case> {
-    let operations = prop::collection::vec(operation(), operations / 2..=operations);
+    let operations = prop::collection::vec(operation(), 1..=operations);
     (setup(flaw), operations).prop_map(|(setup, operations)| Case { setup, operations })
 }

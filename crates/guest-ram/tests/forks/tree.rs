@@ -15,7 +15,7 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::link::{Answer, Command, Link, Role};
-use crate::memory::{Difference, Memory, Span, describe, first_mark, hash_of};
+use crate::memory::{Difference, Memory, Span, describe, first_mark};
 use crate::operations::{
     Case, Content, Flaw, Look, Operation, PAGE, Pick, Run, SaveKind, Setup, Tenure, Way, Write,
 };
@@ -29,6 +29,8 @@ const MOST_PROCESSES: usize = 12;
 pub enum Violation {
     /// A page has another content than the process has written.
     Content { process: usize, role: Role, found: Difference },
+    /// A page looked otherwise when it was read a second time: as if it had no content, most likely.
+    Populated { process: usize, page: u64 },
     /// An image is not the memory of its moment.
     Image { process: usize, kind: SaveKind, found: Difference },
     /// A process has ended by itself.
@@ -49,6 +51,9 @@ impl fmt::Display for Violation {
         match self {
             Self::Content { process, role, found } => {
                 write!(formatter, "process {process}, {role:?}: {}", differs(found))
+            }
+            Self::Populated { process, page } => {
+                write!(formatter, "process {process}: page {page} is not reported as populated")
             }
             Self::Image { process, kind, found } => {
                 write!(formatter, "the {kind:?} image of process {process}: {}", differs(found))
@@ -364,14 +369,10 @@ impl Tree {
         let Answer::Page(content) = process.ask(&Command::Read { page })? else {
             return Err(Violation::Ended { process: number });
         };
-        // What was populated according to the process may be less than what it can read.
-        let found = process.memory.compare(page, &content).unwrap_or(Difference {
-            page,
-            word: 0,
-            expected: hashes[page as usize],
-            found: hash_of(&content),
-        });
-        Err(Violation::Content { process: number, role, found })
+        Err(match process.memory.compare(page, &content) {
+            Some(found) => Violation::Content { process: number, role, found },
+            None => Violation::Populated { process: number, page },
+        })
     }
 
     fn check_all(&mut self) -> Result<(), Violation> {
