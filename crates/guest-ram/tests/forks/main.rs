@@ -39,6 +39,8 @@ const REPEAT: &str = "EBB_FORKS_REPEAT";
 
 fn main() {
     process::run_if_asked();
+    // Processes whose parent was killed get this one.
+    rustix::process::set_child_subreaper(Some(rustix::process::getpid())).unwrap();
     let arguments = Arguments::from_args();
     let found = |name: &str, flaw, is_expected: fn(&Violation) -> bool| {
         Trial::test(name, move || finds(flaw, is_expected))

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io::ErrorKind;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -11,8 +11,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ebb_guest_ram::RamImage;
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::socket_peercred;
-use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::{
+    PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
+};
 
 use crate::link::{Answer, Command, Link, Role};
 use crate::memory::{Difference, Memory, Span, describe, first_mark};
@@ -459,11 +462,16 @@ impl Process {
                     return Err(Violation::Failed { process: self.number, error });
                 }
                 Ok(Some(_)) => {}
-                Ok(None) => return Ok(()),
+                Ok(None) => break,
                 Err(_) => {
                     return Err(Violation::Silent { process: self.number, waited: self.limit });
                 }
             }
         }
+        // Only then its children have another parent: this process, which takes them away.
+        let mut ended = [PollFd::new(&self.handle, PollFlags::IN)];
+        let _ = poll(&mut ended, None);
+        let _ = waitid(WaitId::PidFd(self.handle.as_fd()), WaitIdOptions::EXITED);
+        Ok(())
     }
 }
