@@ -32,7 +32,7 @@ const MOST_PROCESSES: usize = 12;
 pub enum Violation {
     /// A page has another content than the process has written.
     Content { process: usize, role: Role, found: Difference },
-    /// A page looked otherwise when it was read a second time: as if it had no content, most likely.
+    /// A page looked otherwise when read a second time: as if it had no content, most likely.
     Populated { process: usize, page: u64 },
     /// An image is not the memory of its moment.
     Image { process: usize, kind: SaveKind, found: Difference },
