@@ -16,7 +16,7 @@
 use std::fs::File;
 use std::io;
 use std::ops::AddAssign;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::ptr;
 
 use ebb_abi::PAGE_SIZE_BYTES;
@@ -103,11 +103,33 @@ impl Piece<'_> {
     }
 }
 
+/// Stands for the calling thread instead of a pidfd (Linux 6.14, include/uapi/linux/pidfd.h).
+const PIDFD_SELF_THREAD: RawFd = -10000;
+
+/// How the process names itself to `process_madvise`.
+#[derive(Debug)]
+enum OwnProcess {
+    /// Whichever process it is: this is still true after a fork.
+    Caller,
+    /// On a kernel that cannot be told so. In a forked process this means the other one, whose
+    /// memory the kernel does not discard (mm/madvise.c, `process_madvise_remote_valid`).
+    Pidfd(OwnedFd),
+}
+
+impl OwnProcess {
+    fn number(&self) -> RawFd {
+        match self {
+            Self::Caller => PIDFD_SELF_THREAD,
+            Self::Pidfd(pidfd) => pidfd.as_raw_fd(),
+        }
+    }
+}
+
 /// Discards pieces of guest memory that have been checked.
 #[derive(Debug)]
 pub(crate) struct Discarder {
     /// The process itself, if `process_madvise` can discard its memory.
-    own_process: Option<OwnedFd>,
+    own_process: Option<OwnProcess>,
 }
 
 impl Discarder {
@@ -139,14 +161,18 @@ impl Discarder {
     pub(crate) unsafe fn discard(&self, pieces: &[Piece<'_>]) -> Result<DiscardOutcome, RamError> {
         let mut outcome = DiscardOutcome::default();
         let mut rest = pieces;
+        // Until it fails: then it would for each of the others, too.
+        let mut own_process = self.own_process.as_ref();
         while let Some((first, others)) = rest.split_first() {
             let anonymous =
                 rest.iter().take(MAX_VECTORS).take_while(|piece| piece.file.is_none()).count();
-            let done = match (&self.own_process, first.file) {
+            let done = match (own_process, first.file) {
                 (Some(process), None) if anonymous > 1 => {
                     // SAFETY: the caller guarantees the validity of the pieces, which are all
                     // anonymous.
-                    unsafe { discard_vectored(process, &rest[..anonymous]) }
+                    let done = unsafe { discard_vectored(process, &rest[..anonymous]) };
+                    own_process = own_process.filter(|_| done > 0);
+                    done
                 }
                 _ => 0,
             };
@@ -173,7 +199,7 @@ impl Discarder {
 ///
 /// # Safety
 /// As for [`Discarder::discard`], and the pieces must be anonymous memory.
-unsafe fn discard_vectored(process: &OwnedFd, pieces: &[Piece<'_>]) -> usize {
+unsafe fn discard_vectored(process: &OwnProcess, pieces: &[Piece<'_>]) -> usize {
     let vectors: Vec<libc::iovec> = pieces
         .iter()
         .map(|piece| libc::iovec {
@@ -229,13 +255,13 @@ unsafe fn discard_one(piece: &Piece<'_>) -> Result<(), RamError> {
 /// # Safety
 /// If `process` is this process, nothing may rely on the content of the memory that `vectors`
 /// describes.
-unsafe fn process_madvise(process: &OwnedFd, vectors: &[libc::iovec]) -> io::Result<u64> {
+unsafe fn process_madvise(process: &OwnProcess, vectors: &[libc::iovec]) -> io::Result<u64> {
     // SAFETY: the caller guarantees the validity of the memory that the vectors describe; the
     // pointer and the count describe the slice, which outlives the call.
     let result = unsafe {
         libc::syscall(
             libc::SYS_process_madvise,
-            process.as_raw_fd(),
+            process.number(),
             vectors.as_ptr(),
             vectors.len(),
             libc::MADV_DONTNEED,
@@ -247,8 +273,7 @@ unsafe fn process_madvise(process: &OwnedFd, vectors: &[libc::iovec]) -> io::Res
 
 /// Tries `process_madvise` on a page mapped for this purpose. Linux before 6.13 refuses advice that
 /// destroys content, even for the process itself.
-fn probe_vectored() -> io::Result<OwnedFd> {
-    let process = pidfd_open(getpid(), PidfdFlags::empty())?;
+fn probe_vectored() -> io::Result<OwnProcess> {
     let size_bytes = PAGE_SIZE_BYTES as usize;
     // SAFETY: without MAP_FIXED the kernel chooses a free place, so no existing mapping is touched.
     let page = unsafe {
@@ -260,9 +285,52 @@ fn probe_vectored() -> io::Result<OwnedFd> {
         )
     }?;
     let vector = libc::iovec { iov_base: page, iov_len: size_bytes };
-    // SAFETY: the page was mapped above for this purpose and is used by nothing else.
-    let result = unsafe { process_madvise(&process, &[vector]) };
+    let accepted = |process: OwnProcess| {
+        // SAFETY: the page was mapped above for this purpose and is used by nothing else.
+        match unsafe { process_madvise(&process, &[vector]) }? {
+            PAGE_SIZE_BYTES => Ok(process),
+            _ => Err(io::ErrorKind::Unsupported.into()),
+        }
+    };
+    let process = accepted(OwnProcess::Caller)
+        .or_else(|_| accepted(OwnProcess::Pidfd(pidfd_open(getpid(), PidfdFlags::empty())?)));
     // SAFETY: the page was mapped above and is no longer used.
     unsafe { munmap(page, size_bytes) }?;
-    if result? == PAGE_SIZE_BYTES { Ok(process) } else { Err(io::ErrorKind::Unsupported.into()) }
+    process
+}
+
+#[cfg(test)]
+mod tests {
+    use ebb_abi::Pfn;
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::*;
+    use crate::{Backing, GuestRam, HugePages, Populate, RegionSpec};
+
+    #[test]
+    fn a_descriptor_of_no_process_makes_single_calls() {
+        let spec = RegionSpec {
+            start: GuestAddress(0),
+            size_bytes: 16 * PAGE_SIZE_BYTES,
+            host_node: None,
+        };
+        let ram =
+            GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
+        let page = |page| GuestRange::new(Pfn(page), 1);
+        let pieces: Vec<_> = [2, 5, 9].into_iter().filter_map(|it| ram.piece(page(it))).collect();
+        for piece in &pieces {
+            ram.memory().write_obj(7_u8, GuestAddress(piece.range.start.address())).unwrap();
+        }
+        // In a forked process, all but the necessary descriptors are closed, and the number may be
+        // that of another file.
+        let file = tempfile::tempfile().unwrap();
+        let discarder = Discarder { own_process: Some(OwnProcess::Pidfd(file.into())) };
+        // SAFETY: the pieces are those of `ram`, to which there is no reference.
+        let outcome = unsafe { discarder.discard(&pieces) }.unwrap();
+        assert_eq!((outcome.ranges, outcome.syscalls), (3, 3));
+        for piece in &pieces {
+            let address = GuestAddress(piece.range.start.address());
+            assert_eq!(ram.memory().read_obj::<u8>(address).unwrap(), 0);
+        }
+    }
 }
