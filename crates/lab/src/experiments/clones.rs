@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ebb_agent::protocol::Command;
-use ebb_vmm::api::ParkReport;
+use ebb_vmm::api::{MergeInfo, ParkReport};
 use serde::Serialize;
 use serde_json::json;
 
@@ -21,9 +21,11 @@ use crate::harness::experiment::{Experiment, Needed, Needs, Run, SeriesPlan, par
 use crate::harness::forks::{Checkpoint, Fork, SOCKET_MODULE, TEMPLATE, Template};
 use crate::harness::guest::Guest;
 use crate::harness::host::{self, MemoryKinds, MemoryState};
+use crate::harness::merging::{self, Merging, Nodes};
 use crate::harness::monitor::{Setup, System};
 use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::testbed::Testbed;
+use crate::harness::testbed::merging::wait_until_settled;
 use crate::report::figures::{Curve, Drawing};
 use crate::report::metrics::{self, Metric};
 use crate::report::results::{Scale, Series};
@@ -94,6 +96,8 @@ fn sizes(scale: Scale) -> Sizes {
 const UNTOUCHED: &str = "untouched";
 const WORKED: &str = "worked";
 const PARKED: &str = "parked";
+/// And the one whose monitors merge what the machines have written.
+const MERGED: &str = "merged";
 
 fn series() -> Vec<SeriesPlan> {
     let setup = Setup { system: System::AgentWithDebian, ..Setup::EBB };
@@ -102,6 +106,11 @@ fn series() -> Vec<SeriesPlan> {
         plan(UNTOUCHED, "machines that have answered once"),
         plan(WORKED, "each has used 256 MiB, freed them, and run some of Python's tests"),
         plan(PARKED, "and was parked after it"),
+        SeriesPlan::new(
+            MERGED,
+            "each has worked, and the monitors merge equal pages",
+            Run::Guests(Setup { merging: Merging::Owner(Nodes::Across), ..setup }, run),
+        ),
     ]
 }
 
@@ -153,6 +162,7 @@ struct Found {
     together_ms: Vec<f64>,
     work_s: Vec<f64>,
     park_s: Vec<f64>,
+    merge_cpu_s: Vec<f64>,
 }
 
 impl Found {
@@ -222,10 +232,17 @@ fn metrics() -> Vec<Metric<Found>> {
     ));
     all.push(Metric::median("work_s", "The work", "s", |found: &Found| found.work_s.clone()));
     all.push(Metric::median("park_s", "Parking", "s", |found: &Found| found.park_s.clone()));
+    all.push(Metric::median(
+        "merge_cpu_s",
+        "Processor time of a monitor's merging",
+        "s",
+        |found: &Found| found.merge_cpu_s.clone(),
+    ));
     all
 }
 
 fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
+    testbed.prepare_merging()?;
     let disk = testbed.work_disk()?;
     let mut found = Found::default();
     let outcome = clones(testbed, disk.path(), series, &mut found);
@@ -258,7 +275,14 @@ fn clones(
     found.before = Some(Look::new(testbed)?);
     let planned = if series.name == UNTOUCHED { sizes.most_untouched } else { sizes.most_worked };
     let most = testbed.guests(planned);
-    let end = fill(testbed, &template, &checkpoint, most, &series.name, found)?;
+    let (end, forks) = fill(testbed, &template, &checkpoint, most, &series.name, found)?;
+    if series.name == MERGED {
+        testbed.events().step(0, "waits until nothing more is merged");
+        let settled = merge(&forks, found)?;
+        found.with_all = Some(Look::new(testbed)?);
+        series.notes.push(settled);
+    }
+    drop(forks);
     found.is_full = end != End::Most;
     series.notes.push(end.describe(found.fitting));
     Ok(())
@@ -292,14 +316,14 @@ fn fill(
     most: u32,
     series: &str,
     found: &mut Found,
-) -> Result<End, LabError> {
+) -> Result<(End, Vec<Fork>), LabError> {
     let sizes = sizes(testbed.scale());
     let mut forks = Vec::new();
     for number in (0..most).map(|index| TEMPLATE + 1 + index) {
         testbed.events().step(number, "is forked");
         let begun = Instant::now();
         let fork = match checkpoint.fork(number) {
-            Err(_) if found.fitting > 0 && has_no_room()? => return Ok(End::NoRoom),
+            Err(_) if found.fitting > 0 && has_no_room()? => return Ok((End::NoRoom, forks)),
             fork => fork?,
         };
         fork.wait_answer()?;
@@ -317,13 +341,38 @@ fn fill(
         let pid = fork.pid();
         forks.push(fork);
         if testbed.usage()?.swap_used_mib > testbed.swap_threshold_mib() {
-            return Ok(End::Swapped);
+            return Ok((End::Swapped, forks));
         }
         found.fitting += 1;
         found.with_all = Some(Look::new(testbed)?);
         found.shared_mib.extend(host::shared_mib(pid));
     }
-    Ok(End::Most)
+    Ok((End::Most, forks))
+}
+
+/// Waits until nothing more is merged; describes what was.
+fn merge(forks: &[Fork], found: &mut Found) -> Result<String, LabError> {
+    let ask = |fork: &Fork| -> Result<_, LabError> {
+        let info = fork.client().get::<MergeInfo>("/merge");
+        Ok((fork.number(), info.map_err(|error| LabError::unexpected(fork.number(), error))?))
+    };
+    let mut merged_bytes = 0;
+    let settled = wait_until_settled(|| {
+        let all: Vec<_> = forks.iter().map(ask).collect::<Result<_, _>>()?;
+        let of = |info: &MergeInfo| info.statistics.as_ref()?.merged_bytes;
+        merged_bytes = all.iter().filter_map(|(_, info)| of(info)).sum();
+        Ok(all)
+    })?;
+    for fork in forks {
+        let ns = merging::monitor_running_ns(fork.pid())?;
+        found.merge_cpu_s.push(rounded(Duration::from_nanos(ns).as_secs_f64()));
+    }
+    Ok(format!(
+        "{} MiB of the machines' memory are merged; nothing more was after {} s{}",
+        merged_bytes >> 20,
+        settled.elapsed_s,
+        if settled.quiet { "" } else { ", which may be too early" }
+    ))
 }
 
 /// Whether the host has no memory available.

@@ -24,6 +24,7 @@ use tempfile::TempDir;
 use crate::LabError;
 use crate::error::GuestProblem;
 use crate::harness::guest::Guest;
+use crate::harness::merging::Merging;
 use crate::harness::size::GuestSize;
 use crate::harness::testbed::Testbed;
 
@@ -57,8 +58,8 @@ pub struct Template {
     pub guest: Guest,
     directory: Arc<TempDir>,
     ebb: PathBuf,
-    /// Its disk, as an option of its forks.
-    disk: Option<String>,
+    /// Options of its forks.
+    options: Vec<String>,
 }
 
 impl Template {
@@ -73,18 +74,26 @@ impl Template {
     ) -> Result<Self, LabError> {
         let directory = tempfile::tempdir().map_err(LabError::of_file(std::env::temp_dir()))?;
         testbed.events().step(TEMPLATE, "starts");
-        let mut command = testbed.command(size, Some(&directory.path().join("template.sock")))?;
+        let socket = directory.path().join("template.sock");
+        let mut command = testbed.template_command(size, Some(&socket))?;
         let vsock = directory.path().join("template.vsock");
         command.args(["--forkable", "--vsock", &format!("path={}", vsock.display())]);
         // Past the host's cache, which would count as memory of the machines.
         let disk = disk.map(|path| format!("path={},readonly=on,direct=on", path.display()));
-        command.args(disk.iter().flat_map(|disk| ["--disk", disk]));
+        let mut options: Vec<_> = disk.iter().flat_map(|disk| ["--disk", disk]).collect();
+        command.args(&options);
+        let merging = testbed.setup().merging;
+        let memory = merging.memory_option();
+        if matches!(merging, Merging::Owner(_)) {
+            options.extend(["--memory", memory.trim_start_matches(',')]);
+        }
+        let options = options.into_iter().map(str::to_owned).collect();
         let mut guest = Guest::start(TEMPLATE, command)?;
         testbed.show(&[guest.pid()]);
         guest.wait_ready(BOOT_LIMIT)?;
         guest.begin(Command::VsockServe { port: PORT, service: Service::Echo })?;
         let ebb = testbed.ebb().get_program().into();
-        Ok(Self { guest, directory: Arc::new(directory), ebb, disk })
+        Ok(Self { guest, directory: Arc::new(directory), ebb, options })
     }
 
     /// Its API.
@@ -102,7 +111,7 @@ impl Template {
             name: format!("ebb-lab-{}-{number}", std::process::id()),
             directory: Arc::clone(&self.directory),
             ebb: self.ebb.clone(),
-            disk: self.disk.clone(),
+            options: self.options.clone(),
         };
         let socket = self.directory.path().join("template.sock");
         let mut program = Program::new(&self.ebb);
@@ -169,7 +178,7 @@ pub struct Checkpoint {
     name: String,
     directory: Arc<TempDir>,
     ebb: PathBuf,
-    disk: Option<String>,
+    options: Vec<String>,
 }
 
 /// What `ebb fork --json` prints.
@@ -207,7 +216,7 @@ impl Checkpoint {
         let mut program = Program::new(&self.ebb);
         program.args(["fork", &self.name, "-n", &count.to_string(), "--json", "--api"]).arg(&api);
         program.args(["--vsock", &format!("path={}", vsock.display())]);
-        program.args(self.disk.iter().flat_map(|disk| ["--disk", disk]));
+        program.args(&self.options);
         let report: Report = document(first, program)?;
         let of = |pattern: &Path, index: u32| {
             PathBuf::from(pattern.display().to_string().replace("{}", &index.to_string()))
@@ -238,6 +247,11 @@ pub struct Fork {
 }
 
 impl Fork {
+    /// Its number among the guests of its series.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
     /// Process of its monitor.
     pub fn pid(&self) -> u32 {
         self.pid.as_raw_nonzero().get().unsigned_abs()

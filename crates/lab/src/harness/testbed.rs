@@ -143,6 +143,23 @@ impl<'a> Testbed<'a> {
         Ok(self.assets.command(&self.setup, size, control)?)
     }
 
+    /// The command of a monitor whose guest is forked. If the monitors merge, those of the forks
+    /// do: a machine whose monitor merges its pages cannot be forked.
+    ///
+    /// # Errors
+    /// [`LabError::Missing`].
+    pub fn template_command(
+        &self,
+        size: GuestSize,
+        control: Option<&Path>,
+    ) -> Result<Program, LabError> {
+        let merging = match self.setup.merging {
+            Merging::Owner(_) => Merging::Off,
+            merging => merging,
+        };
+        Ok(self.assets.command(&Setup { merging, ..self.setup }, size, control)?)
+    }
+
     /// The command that continues a guest of this series from its snapshot.
     pub fn restore_command(&self, snapshot: &Path, control: &Path) -> Program {
         self.assets.restore_command(&self.setup, snapshot, control)
