@@ -14,7 +14,7 @@ use ebb_page_merge::broker::{
     Broker, BrokerConfig, BrokerStatus, DomainRule, Limits, Placement, ask_status,
 };
 use ebb_vmm::config::Switch;
-use ebb_vmm::seccomp::{Filters, ThreadKind};
+use ebb_vmm::seccomp::{ThreadFilter, ThreadKind};
 use ebb_vmm::size::ByteSize;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
@@ -104,7 +104,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     raise_descriptor_limit();
     let signals = ebb_vmm::vm::Signals::block().context("cannot wait for signals")?;
     let mut broker = Broker::bind(config)?;
-    let filter = Filters::new(args.seccomp)?.for_thread(ThreadKind::Broker);
+    let filter = ThreadFilter::alone(ThreadKind::Broker, args.seccomp)?;
     announce(broker.path(), args.json)?;
     filter.apply()?;
     broker.run(signals.as_fd())?;

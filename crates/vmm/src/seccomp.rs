@@ -89,7 +89,7 @@ pub struct SeccompError {
 /// Compiled filters, and the rights that threads give up with them.
 #[derive(Debug, Clone)]
 pub struct Filters {
-    programs: Option<Arc<Vec<BpfProgram>>>,
+    programs: Option<Arc<[Arc<BpfProgram>]>>,
     rights: Rights,
 }
 
@@ -98,7 +98,7 @@ pub struct Filters {
 pub struct ThreadFilter {
     kind: ThreadKind,
     rights: Rights,
-    programs: Option<Arc<Vec<BpfProgram>>>,
+    program: Option<Arc<BpfProgram>>,
 }
 
 /// What a thread does about its rights before its filter is installed.
@@ -118,9 +118,9 @@ impl Filters {
             return Ok(Self { programs: None, rights });
         }
         handler::limit_arenas();
-        let programs =
-            ThreadKind::ALL.iter().map(|&kind| compile(kind)).collect::<Result<_, _>>()?;
-        Ok(Self { programs: Some(Arc::new(programs)), rights })
+        let compile = |&kind| compile(kind).map(Arc::new);
+        let programs = ThreadKind::ALL.iter().map(compile).collect::<Result<_, _>>()?;
+        Ok(Self { programs: Some(programs), rights })
     }
 
     /// Makes threads also give up these rights.
@@ -137,11 +137,25 @@ impl Filters {
 
     /// Returns the filter for a thread of `kind`.
     pub fn for_thread(&self, kind: ThreadKind) -> ThreadFilter {
-        ThreadFilter { kind, rights: self.rights, programs: self.programs.clone() }
+        let program = self.programs.as_ref().and_then(|programs| programs.get(kind as usize));
+        ThreadFilter { kind, rights: self.rights, program: program.cloned() }
     }
 }
 
 impl ThreadFilter {
+    /// The only filter of a process, or none. Its threads give up their capabilities with it.
+    ///
+    /// # Errors
+    /// [`SeccompError`] if it cannot be compiled.
+    pub fn alone(kind: ThreadKind, switch: Switch) -> Result<Self, SeccompError> {
+        let rights = Rights::GiveUp(ThreadRights::default());
+        let program = switch.is_on().then(|| {
+            handler::limit_arenas();
+            compile(kind).map(Arc::new)
+        });
+        Ok(Self { kind, rights, program: program.transpose()? })
+    }
+
     /// Restricts the calling thread permanently: drops its rights and capabilities (with or without
     /// filters), and installs the filter of its kind.
     pub fn apply(&self) -> Result<(), SeccompError> {
@@ -153,14 +167,22 @@ impl ThreadFilter {
             handler::drop_all()
                 .map_err(|error| failed(format!("dropping capabilities: {error}")))?;
         }
-        let Some(program) =
-            self.programs.as_ref().and_then(|programs| programs.get(self.kind as usize))
-        else {
-            return Ok(());
-        };
+        let Some(program) = &self.program else { return Ok(()) };
         handler::install().map_err(|error| failed(error.to_string()))?;
-        seccompiler::apply_filter(program).map_err(|error| failed(error.to_string()))
+        let program = for_this_process(program);
+        seccompiler::apply_filter(&program).map_err(|error| failed(error.to_string()))
     }
+}
+
+/// Stands for the process's number in a compiled filter, since forked processes use the filters of
+/// the first one. No process has this number (Linux include/linux/threads.h, `PID_MAX_LIMIT`).
+const THIS_PROCESS: u32 = i32::MAX as u32;
+
+/// The filter with the number of this process.
+fn for_this_process(program: &BpfProgram) -> BpfProgram {
+    let pid = std::process::id();
+    let number = |k| if k == THIS_PROCESS { pid } else { k };
+    program.iter().map(|line| sock_filter { k: number(line.k), ..line.clone() }).collect()
 }
 
 fn compile(kind: ThreadKind) -> Result<BpfProgram, SeccompError> {
@@ -447,7 +469,7 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
         // No filter of a process knows the numbers of those that are forked from it. The filters
         // of their threads do.
         ThreadKind::Fork => vec![equal(2, SIGRTMIN() as u64)?, equal(2, libc::SIGABRT as u64)?],
-        _ => vec![equal(0, u64::from(std::process::id()))?],
+        _ => vec![equal(0, THIS_PROCESS.into())?],
     };
     rules.insert(libc::SYS_tgkill, signals);
     let requests =

@@ -85,13 +85,15 @@ pub struct Vcpu {
 
 impl Vcpu {
     /// Creates all vCPUs of a virtual machine with the CPUID `cpuid`, given as vCPU 0 sees it.
+    /// `msrs` are the registers of one with the same CPUID on this host, if they are known:
+    /// otherwise each is tried.
     pub fn create_all(
         kvm: &Kvm,
         vm: &VmFd,
         cpuid: &CpuId,
         count: u8,
+        mut msrs: Option<Arc<MsrList>>,
     ) -> Result<Vec<Self>, CpuError> {
-        let mut msrs = None;
         (0..count)
             .map(|index| {
                 let fd =

@@ -254,6 +254,23 @@ fn make_all_calls(kind: ThreadKind, allowed: &Rules) {
     }
 }
 
+/// Forked processes use the filters of the first one.
+#[test]
+fn filters_name_the_process_that_installs_them() {
+    let count = |program: &BpfProgram, value: u32| {
+        program.iter().filter(|instruction| instruction.k == value).count()
+    };
+    for kind in ThreadKind::ALL {
+        let program = compile(kind).unwrap();
+        let expected = usize::from(kind != ThreadKind::Fork);
+        assert_eq!(count(&program, THIS_PROCESS), expected, "{kind:?}");
+        let installed = for_this_process(&program);
+        let pid = std::process::id();
+        assert_eq!(count(&installed, pid), count(&program, pid) + expected, "{kind:?}");
+        assert_eq!(count(&installed, THIS_PROCESS), 0);
+    }
+}
+
 #[test]
 fn every_call_that_is_not_listed_is_refused() {
     for kind in ThreadKind::ALL {
@@ -396,7 +413,7 @@ fn many_threads_of_a_migration_may_allocate() {
 #[test]
 fn filters_can_be_left_out() {
     let filters = Filters::new(Switch::Off).unwrap();
-    assert!(filters.for_thread(ThreadKind::Vcpu).programs.is_none());
+    assert!(filters.for_thread(ThreadKind::Vcpu).program.is_none());
 }
 
 #[test]

@@ -31,6 +31,7 @@ use crate::api::vm::{ClockInfo, VmState};
 use crate::boot::BootImage;
 use crate::clock::{GuestClockError, TscFrequencies};
 use crate::config::{ConfigError, MacAddress, NetConfig, RebootAction, VmConfig};
+use crate::cpu::state::MsrList;
 use crate::cpu::threads::{Buses, ExitCounters, VcpuThreads};
 use crate::cpu::{self, Vcpu};
 use crate::devices::console::ConsoleOutput;
@@ -108,6 +109,8 @@ pub(super) struct Inherited {
     pub process_memory: ProcessMemory,
     /// Merging of its pages.
     pub merging: Option<Merging>,
+    /// The registers of its vCPUs.
+    pub msrs: Arc<MsrList>,
 }
 
 /// Facts about a machine sent by another monitor that must be known before it is built.
@@ -202,7 +205,7 @@ pub(super) fn build(
     };
     let (kvm, forkable) = match forkable {
         Some(forkable) => (None, Some(forkable)),
-        None if config.forkable.is_on() => (None, Some(Forkable::new(open_kvm()?)?)),
+        None if config.forkable.is_on() => (None, Some(Forkable::new(open_kvm()?, filters)?)),
         None => (Some(open_kvm()?), None),
     };
     let kvm = kvm.as_ref().or(forkable.as_ref().map(Forkable::kvm));
@@ -272,7 +275,11 @@ pub(super) fn build(
     let vsock = vsock.map(add_vsock).transpose()?;
     let Assembly { buses, devices, workers, managed, throttled, .. } = assembly;
 
-    let mut vcpus = Vcpu::create_all(kvm, &vm_fd, &cpuid, config.cpus)?;
+    let msrs = match &origin {
+        Origin::Fork(inherited) => Some(Arc::clone(&inherited.msrs)),
+        _ => None,
+    };
+    let mut vcpus = Vcpu::create_all(kvm, &vm_fd, &cpuid, config.cpus, msrs)?;
     if config.forkable.is_on() {
         vcpus.iter_mut().try_for_each(|vcpu| fork::keep_to_process(vcpu, kvm))?;
     }

@@ -34,6 +34,7 @@ use crate::config::DiskFormat;
 use crate::cpu::Vcpu;
 use crate::file::{Completion, copy_data};
 use crate::forked::{Side, fork};
+use crate::seccomp::Filters;
 #[cfg(any(test, feature = "testing"))]
 pub use fuzzing::fuzz_fork_requests;
 use holder::Template;
@@ -49,17 +50,20 @@ pub(super) struct Forkable {
     kvm: Kvm,
     /// /dev/null: it takes the place of standard input, output and error.
     null: File,
+    /// Compiled once for all processes.
+    filters: Filters,
     /// The checkpoint that it was forked from.
     parent: Option<String>,
 }
 
 impl Forkable {
     /// Of a machine that this process has started.
-    pub(super) fn new(kvm: Kvm) -> Result<Self, VmError> {
+    pub(super) fn new(kvm: Kvm, filters: &Filters) -> Result<Self, VmError> {
         // As for merging by the monitor (merge/owner.rs): a forked process has it done.
         let _ = SystemClock.now();
         let null = File::options().read(true).write(true).open("/dev/null");
-        Ok(Self { kvm, null: null.map_err(VmError::host("open /dev/null"))?, parent: None })
+        let null = null.map_err(VmError::host("open /dev/null"))?;
+        Ok(Self { kvm, null, filters: filters.clone(), parent: None })
     }
 
     pub(super) fn kvm(&self) -> &Kvm {
@@ -75,7 +79,7 @@ impl Forkable {
         // SAFETY: the descriptor is open, and `old`, which the caller vouches for, does not close
         // it.
         let kvm = unsafe { Kvm::from_raw_fd(old.kvm.as_raw_fd()) };
-        Ok(Self { kvm, null, parent: Some(parent) })
+        Ok(Self { kvm, null, filters: old.filters.clone(), parent: Some(parent) })
     }
 }
 

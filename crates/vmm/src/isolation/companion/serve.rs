@@ -19,7 +19,7 @@ use super::vsock::{VsockServer, VsockThread};
 use crate::config::Switch;
 use crate::forked::{Side, fork, put_in_place};
 use crate::packet;
-use crate::seccomp::{Filters, ThreadKind};
+use crate::seccomp::{ThreadFilter, ThreadKind};
 use crate::snapshot::client::NewSnapshot;
 use crate::vm::Signals;
 
@@ -271,12 +271,12 @@ impl Server {
     fn restrict(&mut self, seccomp: Switch) -> io::Result<()> {
         rustix::thread::set_no_new_privs(true)?;
         self.restrict_paths().map_err(io::Error::other)?;
-        let filters = Filters::new(seccomp).map_err(io::Error::other)?;
+        let filter =
+            ThreadFilter::alone(ThreadKind::Companion, seccomp).map_err(io::Error::other)?;
         if let Some(vsock) = self.vsock.take() {
-            let filter = filters.for_thread(ThreadKind::Companion);
-            self.vsock_thread = Some(vsock.spawn(filter)?);
+            self.vsock_thread = Some(vsock.spawn(filter.clone())?);
         }
-        filters.for_thread(ThreadKind::Companion).apply().map_err(io::Error::other)
+        filter.apply().map_err(io::Error::other)
     }
 
     /// Restricts the process to its directories, where the kernel has Landlock.

@@ -21,7 +21,7 @@ use crate::exit::{ExitSignal, GuestExit};
 use crate::forked::{put_in_place, redirect};
 use crate::isolation::{Companion, IsolationConfig, KeptName, VsockLink};
 use crate::packet;
-use crate::seccomp::{Filters, ThreadKind};
+use crate::seccomp::ThreadKind;
 use crate::snapshot::{MachineConfig, Overrides};
 use crate::vm::build::{Built, Inherited, Origin, Resources, build, prepare};
 use crate::vm::console::Console;
@@ -114,7 +114,7 @@ impl Template<'_> {
         }
         let (process_memory, maps) = self.replace_own_files(status, request.merge.is_some())?;
         let signals = Signals::block().map_err(VmError::host("take over signals"))?;
-        let filters = Filters::new(self.vm.config.seccomp)?.without_rights();
+        let filters = self.forkable.filters.clone().without_rights();
         let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
         start_log(&filters, &exit)?;
 
@@ -144,6 +144,7 @@ impl Template<'_> {
             image: self.image.take(),
             process_memory,
             merging: Some(merging),
+            msrs: self.vm.msrs.clone(),
         };
         let on_reboot = config.on_reboot;
         let origin = Origin::Fork(Box::new(inherited));
