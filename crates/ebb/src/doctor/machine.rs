@@ -48,7 +48,9 @@ pub(super) fn run(socket: &Path, json: bool) -> anyhow::Result<ExitCode> {
     let threads = threads(vm.pid).with_context(|| {
         format!("cannot read the state of the monitor's threads in /proc/{}", vm.pid)
     })?;
-    let checks = judge(&vm.isolation, &threads);
+    let mut checks = judge(&vm.isolation, &threads);
+    // Who may not see other processes' namespaces does not get to know.
+    checks.extend(relatives(vm.pid).ok().as_deref().map(judge_relatives));
     let problems = checks.iter().filter(|check| check.grade == Grade::Problem).count();
     let warnings = checks.iter().filter(|check| check.grade == Grade::Warning).count();
     let summary = match (problems, warnings) {
@@ -77,6 +79,52 @@ fn threads(pid: u32) -> io::Result<Vec<Thread>> {
         }
     }
     Ok(threads)
+}
+
+/// Processes that were forked from one another with that one, with their names: no other process
+/// is in its mount namespace.
+fn relatives(pid: u32) -> io::Result<Vec<(u32, String)>> {
+    let of = |pid: u32| fs::read_link(format!("/proc/{pid}/ns/mnt"));
+    let own = of(pid)?;
+    if of(std::process::id())? == own {
+        // It did not get one.
+        return Err(io::ErrorKind::Unsupported.into());
+    }
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc")? {
+        let Some(other) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
+        if other != pid && of(other).is_ok_and(|namespace| namespace == own) {
+            let name = fs::read_to_string(format!("/proc/{other}/comm")).unwrap_or_default();
+            found.push((other, name.trim_end().to_owned()));
+        }
+    }
+    found.sort_unstable();
+    Ok(found)
+}
+
+/// A line about boundaries that a forked machine does not have alone.
+fn judge_relatives(relatives: &[(u32, String)]) -> Check {
+    const NAME: &str = "relatives";
+    /// Most of them that are named.
+    const MOST: usize = 4;
+    if relatives.is_empty() {
+        let found = "none: user, namespaces and memory are its own";
+        return Check::new(NAME, Grade::Ok, found, None);
+    }
+    let named: Vec<_> =
+        relatives.iter().take(MOST).map(|(pid, name)| format!("{name} {pid}")).collect();
+    let more = if relatives.len() > MOST { ", …" } else { "" };
+    let found = format!(
+        "{}: user, namespaces and memory of the time before a fork are shared with {}{more}; \
+         cgroup, sockets, disks and companion are its own",
+        relatives.len(),
+        named.join(", ")
+    );
+    let remedy = "let only machines that trust one another come from one checkpoint \
+                  (docs/checkpoints.md)";
+    Check::new(NAME, Grade::Warning, found, Some(remedy))
 }
 
 impl Thread {
@@ -253,6 +301,18 @@ mod tests {
             assert_eq!(grades(&isolated(), &threads), wanted, "{to}");
         }
         assert!(!grades(&isolated(), &[]).is_empty());
+    }
+
+    #[test]
+    fn relatives_are_named_and_counted() {
+        assert_eq!(judge_relatives(&[]).grade, Grade::Ok);
+        let all: Vec<_> = (10..16).map(|pid| (pid, "ebb".to_owned())).collect();
+        let check = judge_relatives(&all);
+        assert_eq!(check.grade, Grade::Warning);
+        assert!(check.found.starts_with("6: "), "{}", check.found);
+        assert!(check.found.contains("ebb 13, …") && !check.found.contains("14"));
+        // This process is in the namespace of those that ask.
+        assert!(relatives(std::process::id()).is_err());
     }
 
     #[test]

@@ -134,6 +134,13 @@ fn everything_goes_on(scene: &Scene) {
         guest.run(Command::Hold { bytes: 16 * MIB, pattern: index as u64 });
         assert_eq!(guest.vm().state, VmState::Running);
     }
+    // What they do not have alone is named: parent, checkpoint, two others.
+    let socket = forks[0].guest.socket().to_str().unwrap();
+    let report = document(scene, &["doctor", "--json", "--vm", socket]);
+    let mut checks = report["checks"].as_array().unwrap().iter();
+    let relatives = checks.find(|check| check["name"] == "relatives").unwrap();
+    let found = relatives["found"].as_str().unwrap();
+    assert!(found.starts_with("4: ") && found.contains("ebb-checkpoint"), "{relatives}");
     parent.write_file("/tmp/note", "parent");
     for (index, fork) in forks.iter().enumerate() {
         assert_eq!(fork.guest.read_file("/tmp/note"), index.to_string());
