@@ -26,6 +26,8 @@ impl PageState {
     const SWAPPED: u64 = 1 << 62;
     /// Protected against writes by a userfaultfd (Linux 5.14).
     const PROTECTED: u64 = 1 << 57;
+    /// Mapped nowhere else.
+    const EXCLUSIVE: u64 = 1 << 56;
     /// A page of a file, or shared.
     const FILE: u64 = 1 << 61;
 
@@ -43,6 +45,11 @@ impl PageState {
     /// Whether a userfaultfd protects the page against writes, in memory or in swap space.
     pub(crate) const fn is_protected(self) -> bool {
         self.0 & Self::PROTECTED != 0
+    }
+
+    /// Whether the page is mapped nowhere else, by another process for example.
+    pub(crate) const fn is_exclusive(self) -> bool {
+        self.0 & Self::EXCLUSIVE != 0
     }
 
     /// Whether the page is private and in memory.
