@@ -9,6 +9,7 @@
 //! the saved state.
 
 mod clone;
+mod collapse;
 #[cfg(any(test, feature = "testing"))]
 mod fuzzing;
 mod holder;
@@ -33,6 +34,7 @@ use crate::config::DiskFormat;
 use crate::cpu::Vcpu;
 use crate::file::{Completion, copy_data};
 use crate::forked::{Side, fork};
+pub(super) use collapse::Collapsing;
 #[cfg(any(test, feature = "testing"))]
 pub use fuzzing::fuzz_fork_requests;
 use holder::Template;
