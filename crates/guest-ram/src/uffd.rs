@@ -8,6 +8,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::time::Duration;
 
 use ebb_abi::PAGE_SIZE_BYTES;
+use rustix::fs::{FileType, fstat};
 use rustix::io::Errno;
 
 #[cfg(feature = "merge")]
@@ -92,11 +93,31 @@ impl Userfaultfd {
     /// Opens one whose registered memory blocks writers of protected pages until they are no longer
     /// protected, also in the kernel (KVM, system calls). Anonymous memory only.
     pub(crate) fn open_protecting() -> Result<Self, UffdUnavailable> {
-        Self::open_with(FEATURE_PAGEFAULT_FLAG_WP, "switch on write protection")
+        Self::protecting(open()?)
     }
 
-    fn open_with(features: u64, action: &'static str) -> Result<Self, UffdUnavailable> {
-        let descriptor = open()?;
+    /// As [`open_protecting`](Self::open_protecting), by /dev/userfaultfd, which another process
+    /// has opened: what is made of it belongs to the memory of the caller (Linux fs/userfaultfd.c,
+    /// `new_userfaultfd`). System call: `ioctl` (`USERFAULTFD_IOC_NEW`, `UFFDIO_API`).
+    pub(crate) fn open_protecting_by(device: &File) -> Result<Self, UffdUnavailable> {
+        let action = "use the file that was passed as /dev/userfaultfd";
+        let refused = |source| UffdUnavailable::Refused { action, source };
+        let kind = fstat(device).map_err(|error| refused(error.into()))?.st_mode;
+        if FileType::from_raw_mode(kind) != FileType::CharacterDevice {
+            return Err(refused(io::ErrorKind::InvalidInput.into()));
+        }
+        Self::protecting(open_by_device(device).map_err(refused)?)
+    }
+
+    fn protecting(descriptor: OwnedFd) -> Result<Self, UffdUnavailable> {
+        Self::with(descriptor, FEATURE_PAGEFAULT_FLAG_WP, "switch on write protection")
+    }
+
+    fn with(
+        descriptor: OwnedFd,
+        features: u64,
+        action: &'static str,
+    ) -> Result<Self, UffdUnavailable> {
         Self::handshake(&descriptor, features)
             .map_err(|source| UffdUnavailable::Refused { action, source })?;
         Ok(Self(descriptor))
@@ -107,6 +128,11 @@ impl Userfaultfd {
         // SAFETY: UFFDIO_API reads and writes one `struct uffdio_api`, which `api` is.
         unsafe { ioctl(descriptor.as_raw_fd(), UFFDIO_API, &raw mut api) }?;
         Ok(api.features)
+    }
+
+    /// Its number, for a forked process, in which it is of no use.
+    pub(crate) fn number(&self) -> RawFd {
+        self.0.as_raw_fd()
     }
 
     /// Watches `size_bytes` from `address` on, also if they were watched for fewer events before.

@@ -70,13 +70,13 @@ impl Userfaultfd {
         if offered & FEATURE_MOVE == 0 {
             return missing("way to move pages (UFFDIO_MOVE)", "6.8");
         }
-        Self::open_with(NEEDED_FEATURES, "switch on the features of userfaultfd")
+        Self::with(open()?, NEEDED_FEATURES, "switch on the features of userfaultfd")
     }
 
     /// Opens one for which writers block: with write protection that the kernel does not resolve,
     /// also for memory files.
     pub(crate) fn open_waiting() -> Result<Self, UffdUnavailable> {
-        Self::open_with(FEATURE_WP_SHMEM, "switch on write protection of memory files")
+        Self::with(open()?, FEATURE_WP_SHMEM, "switch on write protection of memory files")
     }
 
     /// Moves pages: afterwards they are at `to`, which must be watched and have no pages, and

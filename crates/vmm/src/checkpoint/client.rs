@@ -38,6 +38,9 @@ use crate::vm::VSOCK_BACKLOG;
 const ARRIVAL: Duration = Duration::from_secs(1);
 /// Name of a checkpoint that only its connection reaches.
 const UNNAMED: &str = "unnamed";
+/// The device that makes userfaultfds for those who have it open (Linux 6.1,
+/// Documentation/admin-guide/mm/userfaultfd.rst).
+const USERFAULTFD: &str = "/dev/userfaultfd";
 /// Clients of a checkpoint that wait to be accepted.
 const BACKLOG: i32 = 64;
 
@@ -550,6 +553,11 @@ impl Opened {
             let descriptor = descriptor.try_clone().map_err(host("duplicate a descriptor"))?;
             descriptors.push(descriptor);
             request.nets.push(NetRequest::of(net));
+        }
+        // Without the right to open it, the machine stands still for snapshots.
+        if let Ok(device) = File::options().read(true).write(true).open(USERFAULTFD) {
+            descriptors.push(device.into());
+            request.userfaultfd = true;
         }
         let images = images.into_iter().flatten().collect();
         Ok(Self { request, descriptors, names, images, companion })

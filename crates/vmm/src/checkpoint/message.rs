@@ -87,6 +87,9 @@ pub(crate) struct ForkRequest {
     pub disks: Vec<DiskRequest>,
     /// Its network devices, with one descriptor each.
     pub nets: Vec<NetRequest>,
+    /// Whether it can protect its memory against writes, for snapshots while it runs. One
+    /// descriptor: /dev/userfaultfd.
+    pub userfaultfd: bool,
     /// Whether it stays paused.
     pub paused: bool,
     /// Whether it may be run although a disk was written after the checkpoint.

@@ -59,6 +59,8 @@ const fn uffd(direction: u64, number: u64, bytes: u64) -> u64 {
     direction << 30 | bytes << 16 | 0xaa << 8 | number
 }
 
+const USERFAULTFD_IOC_NEW: u64 = uffd(0, 0x00, 0);
+const UFFDIO_API: u64 = uffd(READ | WRITE, 0x3f, 24);
 const UFFDIO_REGISTER: u64 = uffd(READ | WRITE, 0x00, 32);
 const UFFDIO_UNREGISTER: u64 = uffd(READ, 0x01, 16);
 const UFFDIO_WAKE: u64 = uffd(READ, 0x02, 16);
@@ -102,6 +104,9 @@ const BUILD: &[u64] = &[
     KVM_SET_CPUID2,
     KVM_SET_TSC_KHZ,
     KVM_GET_TSC_KHZ,
+    // With the device that its client has opened.
+    USERFAULTFD_IOC_NEW,
+    UFFDIO_API,
     crate::devices::virtio::net::TUNGETIFF,
     crate::devices::virtio::net::TUNSETVNETHDRSZ,
 ];

@@ -120,7 +120,7 @@ impl Template<'_> {
         let (paused, accepts_changes) = (request.paused, request.accept_changed_disks);
         let are_copies: Vec<bool> = request.disks.iter().map(|disk| disk.is_copy).collect();
         let own = Own::receive(request, &mut descriptors, &self.vm.config)?;
-        let Own { config, resources, companion, api } = own;
+        let Own { config, resources, companion, api, userfaultfd } = own;
         if !accepts_changes {
             let files = resources.disks.iter().zip(are_copies).map(|(files, is_copy)| {
                 if is_copy { None } else { rustix::fs::fstat(&files.top).ok() }
@@ -135,6 +135,7 @@ impl Template<'_> {
             state,
             image: self.image.take(),
             process_memory,
+            userfaultfd,
         };
         let on_reboot = config.on_reboot;
         let origin = Origin::Fork(Box::new(inherited));
@@ -214,6 +215,8 @@ pub(super) struct Own {
     pub resources: Resources,
     companion: Option<Companion>,
     pub api: Option<(OwnedFd, KeptName)>,
+    /// /dev/userfaultfd.
+    pub userfaultfd: Option<File>,
 }
 
 impl Own {
@@ -250,6 +253,7 @@ impl Own {
             .iter()
             .map(|_| OpenNet::of(descriptors.next()?).map_err(|problem| failed(&problem)));
         let open = open.collect::<Result<_, VmError>>()?;
+        let userfaultfd = request.userfaultfd.then(|| descriptors.next()).transpose()?;
         let overrides = Overrides {
             serial: SerialConfig::Null,
             api: request.api.map(|socket| socket.path),
@@ -276,6 +280,6 @@ impl Own {
             _ => None,
         };
         let resources = Resources { disks: files, nets: open, vsock };
-        Ok(Self { config, resources, companion, api })
+        Ok(Self { config, resources, companion, api, userfaultfd: userfaultfd.map(File::from) })
     }
 }
