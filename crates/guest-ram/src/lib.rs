@@ -16,10 +16,14 @@
 //! [`GuestRam::populated_ranges`], pages written by the monitor with [`GuestRam::start_write_log`],
 //! and pages written by the guest with `kvm_dirty` (feature `kvm`). A [`PageBitmap`] stores them.
 //!
+//! After a fork(2), [`GuestRam::collapse`] makes memory huge again that was split when it was written
+//! to.
+//!
 //! Guest memory is never a Rust reference: the guest writes to it at any time. It is read and
 //! written only through [`vm_memory`]'s volatile accesses.
 
 mod access;
+mod collapse;
 mod discard;
 mod error;
 mod fork;
@@ -55,6 +59,7 @@ mod uffd;
 mod write_log;
 mod zeros;
 
+pub use collapse::{Collapse, CollapsePass, PassEnd};
 pub use discard::{DiscardMethod, DiscardOutcome};
 pub use error::RamError;
 pub use fork::Still;

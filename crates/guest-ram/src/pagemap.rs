@@ -24,10 +24,10 @@ pub(crate) struct PageState(u64);
 impl PageState {
     const PRESENT: u64 = 1 << 63;
     const SWAPPED: u64 = 1 << 62;
-    /// Mapped once, by this process alone.
-    const EXCLUSIVE: u64 = 1 << 56;
     /// Protected against writes by a userfaultfd (Linux 5.14).
     const PROTECTED: u64 = 1 << 57;
+    /// Mapped nowhere else.
+    const EXCLUSIVE: u64 = 1 << 56;
     /// A page of a file, or shared.
     const FILE: u64 = 1 << 61;
 
@@ -39,7 +39,7 @@ impl PageState {
 
     /// Whether other processes have the same anonymous page, after a fork(2).
     pub(crate) const fn is_shared_with_others(self) -> bool {
-        self.is_private_in_memory() && self.0 & Self::EXCLUSIVE == 0
+        self.is_private_in_memory() && !self.is_exclusive()
     }
 
     /// Whether any page is mapped.
@@ -50,6 +50,11 @@ impl PageState {
     /// Whether a userfaultfd protects the page against writes, in memory or in swap space.
     pub(crate) const fn is_protected(self) -> bool {
         self.0 & Self::PROTECTED != 0
+    }
+
+    /// Whether the page is mapped nowhere else, by another process for example.
+    pub(crate) const fn is_exclusive(self) -> bool {
+        self.0 & Self::EXCLUSIVE != 0
     }
 
     /// Whether the page is private and in memory.

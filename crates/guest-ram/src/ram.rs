@@ -16,7 +16,7 @@ use crate::partial_huge::{PartialHugePages, Tenure};
 use crate::region::{Backing, HugePages, Populate, Region, RegionSpec};
 use crate::resident::{Meter, ProcessResidency, Residency};
 use crate::uffd::Userfaultfd;
-use crate::{GuestMemory, GuestRange, RamError, WriteLog, populate};
+use crate::{GuestMemory, GuestRange, RamError, WriteLog, collapse, populate};
 
 /// The memory of a virtual machine.
 #[derive(Debug)]
@@ -32,6 +32,8 @@ pub struct GuestRam {
     meter: Meter,
     pub(crate) pagemap: Option<Pagemap>,
     huge_pages: HugePages,
+    /// Whether the host had huge pages switched on when this memory was mapped.
+    pub(crate) huge_allowed: bool,
     /// Once this memory may be saved while it is in use.
     pub(crate) protection: OnceLock<Mutex<Userfaultfd>>,
     /// For restored memory, and once pages may be merged.
@@ -125,6 +127,7 @@ impl GuestRam {
             meter: Meter::new(),
             pagemap: Pagemap::open(),
             huge_pages,
+            huge_allowed: collapse::allowed_by_host(),
             protection: OnceLock::new(),
             overlay: overlay.map_or_else(OnceLock::new, OnceLock::from),
             #[cfg(feature = "merge")]

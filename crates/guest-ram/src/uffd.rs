@@ -8,6 +8,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::time::Duration;
 
 use ebb_abi::PAGE_SIZE_BYTES;
+use rustix::fs::{FileType, fstat};
 use rustix::io::Errno;
 
 #[cfg(feature = "merge")]
@@ -95,7 +96,13 @@ impl Userfaultfd {
         Self::open_with(None, FEATURE_PAGEFAULT_FLAG_WP, "switch on write protection")
     }
 
-    /// `device` is /dev/userfaultfd, if the caller has it open.
+    /// As [`open_protecting`](Self::open_protecting), by /dev/userfaultfd, which another process
+    /// has opened.
+    pub(crate) fn open_protecting_by(device: &File) -> Result<Self, UffdUnavailable> {
+        Self::open_with(Some(device), FEATURE_PAGEFAULT_FLAG_WP, "switch on write protection")
+    }
+
+    /// `device` is /dev/userfaultfd, if another process has opened it.
     fn open_with(
         device: Option<&File>,
         features: u64,
@@ -112,6 +119,11 @@ impl Userfaultfd {
         // SAFETY: UFFDIO_API reads and writes one `struct uffdio_api`, which `api` is.
         unsafe { ioctl(descriptor.as_raw_fd(), UFFDIO_API, &raw mut api) }?;
         Ok(api.features)
+    }
+
+    /// Its number, for a forked process, in which it is of no use.
+    pub(crate) fn number(&self) -> RawFd {
+        self.0.as_raw_fd()
     }
 
     /// Watches `size_bytes` from `address` on, also if they were watched for fewer events before.
@@ -198,12 +210,18 @@ fn range(address: usize, size_bytes: usize) -> Range {
 }
 
 /// Opens a userfaultfd: by the device, whose file permissions decide, or by the system call, which
-/// requires a capability. A process that cannot open anything uses the `device` that it was given.
+/// requires a capability. A process that cannot open anything uses the `device` that another one
+/// has opened: what is made of it belongs to the memory of the caller (Linux fs/userfaultfd.c,
+/// `new_userfaultfd`).
 fn open(device: Option<&File>) -> Result<OwnedFd, UffdUnavailable> {
     if let Some(device) = device {
-        let action = "open a userfaultfd by the device";
-        return open_by_device(device)
-            .map_err(|source| UffdUnavailable::Refused { action, source });
+        let action = "use the file that was passed as /dev/userfaultfd";
+        let refused = |source| UffdUnavailable::Refused { action, source };
+        let kind = fstat(device).map_err(|error| refused(error.into()))?.st_mode;
+        if FileType::from_raw_mode(kind) != FileType::CharacterDevice {
+            return Err(refused(io::ErrorKind::InvalidInput.into()));
+        }
+        return open_by_device(device).map_err(refused);
     }
     let device = match File::options().read(true).write(true).open("/dev/userfaultfd") {
         Ok(device) => match open_by_device(&device) {

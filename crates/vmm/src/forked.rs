@@ -48,7 +48,7 @@ pub(crate) fn redirect(null: &File, error: Option<&OwnedFd>) -> io::Result<()> {
 /// Makes the descriptor `number` refer to `file`.
 pub(crate) fn put_in_place(file: BorrowedFd<'_>, number: RawFd) -> io::Result<()> {
     // SAFETY: the number is that of a standard stream, or of a descriptor that goes on to belong to
-    // its owner and refers to another file of the same kind from now on.
+    // its owner, which expects that it refers to another file from now on.
     match unsafe { libc::dup3(file.as_raw_fd(), number, libc::O_CLOEXEC) } {
         -1 => Err(io::Error::last_os_error()),
         _ => Ok(()),

@@ -448,6 +448,7 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
             libc::PR_GET_NAME,
             libc::PR_SET_DUMPABLE,
             libc::PR_SCHED_CORE,
+            PR_GET_MEMORY_MERGE,
         ];
         let controls = controls.into_iter().map(|control| equal(0, control as u64));
         rules.insert(libc::SYS_prctl, controls.collect::<Result<_, _>>()?);
@@ -505,6 +506,10 @@ const NEW_NAMESPACES: u64 = (libc::CLONE_NEWCGROUP
 
 /// include/uapi/linux/sched.h.
 const CLONE_NEWTIME: u64 = 0x80;
+
+/// Whether the kernel may merge pages of this process, whose snapshots stop it then
+/// (include/uapi/linux/prctl.h).
+const PR_GET_MEMORY_MERGE: libc::c_int = 68;
 
 /// Calls that fail as on a kernel without them, instead of ending the monitor: glibc and the
 /// standard library make them, mostly when a thread starts or ends, and do without.

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use ebb_agent::protocol::Command;
 use ebb_agent::vsock::Service;
-use ebb_vmm::api::{CheckpointReport, Client, VmState};
+use ebb_vmm::api::{CheckpointReport, Client, CopiedWhile, VmState};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::Value;
 
@@ -200,8 +200,10 @@ fn random(guest: &Guest) -> String {
 /// The guest's memory changes everywhere while it is forked, and each page is checked in the
 /// parent, in its forks and in theirs. Freed memory goes back in each of them alone.
 fn memory_is_copied_on_write(scene: &Scene) {
-    let parent =
-        Setup::new(scene).balloon("reporting=on").args(["--cpus", "2", "--forkable"]).start();
+    let parent = Setup::new(scene)
+        .balloon("reporting=on")
+        .args(["--cpus", "2", "--forkable", "--log", "warn,ebb_vmm::vm::fork=debug"])
+        .start();
     parent.run(Command::Hold { bytes: 128 * MIB, pattern: 9 });
     let before = parent.read_file("/proc/uptime");
     let churn =
@@ -219,6 +221,12 @@ fn memory_is_copied_on_write(scene: &Scene) {
         let forks = forks.iter().chain(&later).map(|fork| &fork.guest);
         std::iter::once(&parent).chain(forks)
     };
+    // While it runs, a fork of a fork and the first machine are saved.
+    let saved = scene.path("of-a-fork.snapshot");
+    for guest in [&parent, &later[0].guest] {
+        let report = guest.save(&saved);
+        assert_eq!(report.copied, CopiedWhile::Running, "{report:?}");
+    }
     for guest in guests() {
         let report = guest.outcome_within(240, command).unwrap();
         assert_eq!(report["wrong_pages"], 0, "{report}");
@@ -231,6 +239,12 @@ fn memory_is_copied_on_write(scene: &Scene) {
     }
     let randoms: BTreeSet<String> = guests().map(random).collect();
     assert_eq!(randoms.len(), 4, "{randoms:?}");
+    // What was split by writing is huge again.
+    parent.run(Command::Hold { bytes: 128 * MIB, pattern: 10 });
+    eventually("the first machine has huge pages again", 120, || {
+        let log = parent.log();
+        when(log.lines().any(|line| line.contains("are huge again")), || log)
+    });
     // A fork frees memory that it shares with its ancestors.
     forks[1].guest.run(Command::Release);
     eventually("its memory is back", 60, || {
@@ -238,6 +252,8 @@ fn memory_is_copied_on_write(scene: &Scene) {
         when(now < 200 * MIB, || format!("{now}"))
     });
     assert_eq!(parent.wrong_pages() + forks[0].guest.wrong_pages(), 0);
+    let restored = Restore::new(scene, &saved).socket("restored").start();
+    assert_eq!(restored.wrong_pages(), 0);
     for name in [&name, &second] {
         silently(scene, &["checkpoints", "remove", name]);
     }
@@ -623,7 +639,8 @@ fn refused_requests(scene: &Scene) {
     assert_eq!(checkpoint(scene, &guest, &unique(scene, "paused")).paused_us, 0);
     let paused = fork(scene, &unique(scene, "paused"), "paused", 1, &[]);
     assert_eq!(paused[0].guest.vm().state, VmState::Running);
-    paused[0].guest.save(&scene.path("of-a-fork.snapshot"));
+    let report = paused[0].guest.save(&scene.path("of-a-fork.snapshot"));
+    assert_eq!(report.copied, CopiedWhile::Running, "{report:?}");
     assert_eq!(guest.vm().state, VmState::Paused);
     for name in [&name, &unique(scene, "paused")] {
         silently(scene, &["checkpoints", "remove", name]);

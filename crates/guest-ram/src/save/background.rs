@@ -37,7 +37,7 @@ use crate::pagemap::Pagemap;
 use crate::uffd::{Userfaultfd, Watch, must_succeed};
 use crate::{
     Backing, GuestRam, HugePages, InhibitGuard, InhibitReason, RamError, RamImage, Region,
-    RegionSpec,
+    RegionSpec, UffdUnavailable,
 };
 
 /// Bytes that are released when a page of them is written to, without huge pages.
@@ -54,6 +54,23 @@ impl GuestRam {
     /// # Errors
     /// [`BackgroundUnavailable`]: it can only be saved while nothing writes to it.
     pub fn enable_background_saves(&self) -> Result<(), BackgroundUnavailable> {
+        self.enable_with(Userfaultfd::open_protecting)
+    }
+
+    /// As [`enable_background_saves`](Self::enable_background_saves), in a forked process, where a
+    /// userfaultfd of the former one is of no use. `device` is /dev/userfaultfd, which another
+    /// process has opened.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn enable_background_saves_by(&self, device: &File) -> Result<(), BackgroundUnavailable> {
+        self.enable_with(|| Userfaultfd::open_protecting_by(device))
+    }
+
+    fn enable_with(
+        &self,
+        open: impl FnOnce() -> Result<Userfaultfd, UffdUnavailable>,
+    ) -> Result<(), BackgroundUnavailable> {
         if self.backing() != Backing::Anonymous {
             return Err(BackgroundUnavailable::Backing { backing: self.backing() });
         }
@@ -64,10 +81,18 @@ impl GuestRam {
             return Err(BackgroundUnavailable::KernelMerging);
         }
         let pagemap = self.pagemap.as_ref().ok_or(BackgroundUnavailable::NoPagemap)?;
-        let userfaultfd = Userfaultfd::open_protecting()?;
+        let userfaultfd = open()?;
         check_protection(&userfaultfd, pagemap)?;
-        // The second time, the first one stays.
-        let _ = self.protection.set(Mutex::new(userfaultfd));
+        if let Some(former) = self.protection.get() {
+            match former.try_lock() {
+                Ok(mut former) => *former = userfaultfd,
+                Err(TryLockError::Poisoned(poisoned)) => *poisoned.into_inner() = userfaultfd,
+                Err(TryLockError::WouldBlock) => return Err(BackgroundUnavailable::InUse),
+            }
+        } else {
+            // Nobody else sets it: the machine is not built yet.
+            let _ = self.protection.set(Mutex::new(userfaultfd));
+        }
         Ok(())
     }
 

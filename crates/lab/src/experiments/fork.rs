@@ -3,8 +3,7 @@
 //!
 //! Each measurement of a pause has a new guest, since a checkpoint leaves huge pages split where
 //! they are written to. The pause of a snapshot whose memory is copied in it, as it was before
-//! copies on write, is that of a fork: the same memory under the same load, and a fork's snapshot
-//! is still written in this way.
+//! copies on write, is that of a fork: the same memory under the same load.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -47,8 +46,9 @@ struct Sizes {
     guest: GuestSize,
     /// Guests whose pauses are measured, of each series.
     rounds: u32,
-    /// Time from a checkpoint to the last look at the machine's huge pages.
+    /// Times from a checkpoint to the last two looks at the machine's huge pages.
     later_s: u64,
+    last_s: u64,
     /// Machines that are forked one by one, and as many restores.
     single_forks: u32,
     /// Machines of one `ebb fork -n`.
@@ -62,6 +62,7 @@ fn sizes(scale: Scale) -> Sizes {
             guest: GuestSize { memory_mib: 1024, cpus: 2 },
             rounds: 2,
             later_s: 10,
+            last_s: 30,
             single_forks: 5,
             many_forks: 25,
         },
@@ -69,7 +70,8 @@ fn sizes(scale: Scale) -> Sizes {
             host: HostShape { memory_mib: 3072, swap_mib: 512, nodes: 1 },
             guest: GuestSize { memory_mib: 1024, cpus: 2 },
             rounds: 5,
-            later_s: 30,
+            later_s: 10,
+            last_s: 30,
             single_forks: 20,
             many_forks: 100,
         },
@@ -139,12 +141,12 @@ struct Pause {
     checkpoint_ms: f64,
     /// The part of it in which the process was forked.
     forked_ms: f64,
-    /// Of a second checkpoint, when huge pages are split.
+    /// Of a second checkpoint, after the last look.
     next_ms: f64,
     /// Of a snapshot of a fork, whose memory was copied in the pause.
     stopped_ms: Option<f64>,
-    /// Shares of huge pages before, right after and a while after the checkpoint.
-    huge_percent: [Option<f64>; 3],
+    /// Shares of huge pages before and right after the checkpoint, and at the last two looks.
+    huge_percent: [Option<f64>; 4],
 }
 
 /// Results of a series.
@@ -177,8 +179,8 @@ fn metrics() -> Vec<Metric<Found>> {
         })
         .better_higher(),
         each("huge_after_percent", "right after it", "%", |it| it.huge_percent[1]).better_higher(),
-        each("huge_later_percent", "a while after it", "%", |it| it.huge_percent[2])
-            .better_higher(),
+        each("huge_later_percent", "10 s after it", "%", |it| it.huge_percent[2]).better_higher(),
+        each("huge_last_percent", "30 s after it", "%", |it| it.huge_percent[3]).better_higher(),
         Metric::median("fork_answer_ms", "ebb fork until the guest answers", "ms", |it: &Found| {
             it.fork_ms.clone()
         }),
@@ -242,6 +244,8 @@ fn pause(
     step("goes on");
     thread::sleep(Duration::from_secs(sizes.later_s));
     let later = huge();
+    thread::sleep(Duration::from_secs(sizes.last_s - sizes.later_s));
+    let last = huge();
     let (_, next) = template.checkpoint()?;
     // So that the fork has the processors for itself, as the machine had them.
     let paused = template.client().put::<VmInfo>("/vm/pause");
@@ -249,7 +253,7 @@ fn pause(
     testbed.events().step(FORK_NUMBER, "is forked and saved");
     let fork = checkpoint.fork(FORK_NUMBER)?;
     fork.wait_answer()?;
-    let stopped_ms = paused_ms(&fork.snapshot()?, CopiedWhile::Stopped);
+    let stopped_ms = paused_ms(&fork.snapshot_in_pause()?, CopiedWhile::Stopped);
     Ok(Pause {
         resident_mib: rounded(resident_mib),
         snapshot_ms,
@@ -257,7 +261,7 @@ fn pause(
         forked_ms: ms(report.forked_us),
         next_ms: ms(next.paused_us),
         stopped_ms,
-        huge_percent: [before, after, later],
+        huge_percent: [before, after, later, last],
     })
 }
 
@@ -319,7 +323,8 @@ fn table(pauses: &[Pause]) -> Option<DataTable> {
                 ("snapshot copied in the pause, ms", &|it| it.stopped_ms.into()),
                 ("huge before, %", &|it| it.huge_percent[0].into()),
                 ("right after, %", &|it| it.huge_percent[1].into()),
-                ("later, %", &|it| it.huge_percent[2].into()),
+                ("10 s later, %", &|it| it.huge_percent[2].into()),
+                ("30 s later, %", &|it| it.huge_percent[3].into()),
             ],
         )
     })
@@ -347,7 +352,7 @@ mod tests {
         let pause = |checkpoint_ms, stopped_ms| Pause {
             checkpoint_ms,
             stopped_ms,
-            huge_percent: [Some(90.0), Some(80.0), None],
+            huge_percent: [Some(90.0), Some(80.0), None, None],
             ..Pause::default()
         };
         let pauses = vec![pause(4.0, Some(900.0)), pause(8.0, None), pause(5.0, None)];

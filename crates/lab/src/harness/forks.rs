@@ -3,8 +3,9 @@
 //! The guest of a template has a service that sends back what arrives on a socket of the host. Its
 //! forks continue it, so that the time of the first answer is that of a program in the guest.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command as Program;
@@ -15,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use ebb_agent::protocol::Command;
 use ebb_agent::vsock::Service;
-use ebb_vmm::api::{CheckpointReport, Client, SnapshotReport};
+use ebb_vmm::api::{CheckpointReport, Client, SnapshotReport, SnapshotTarget};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -284,12 +285,19 @@ impl Fork {
         template.guest.forked(self.number, program)
     }
 
-    /// Writes a snapshot of it.
+    /// Writes a snapshot of it, whose memory is copied in the pause: its file cannot be read again,
+    /// which copies while the guest runs need.
     ///
     /// # Errors
     /// [`LabError::Guest`].
-    pub fn snapshot(&self) -> Result<Snapshot, LabError> {
-        Snapshot::take(self.number, &self.client(), self.api.with_extension("snapshot"))
+    pub fn snapshot_in_pause(&self) -> Result<Snapshot, LabError> {
+        let path = self.api.with_extension("snapshot");
+        let file = File::options().write(true).create_new(true).open(&path);
+        let file = file.map_err(LabError::of_file(&path))?;
+        let target = SnapshotTarget { path: path.clone() };
+        let report = self.client().put_json_with("/vm/snapshot", &target, &[file.as_fd()]);
+        let report = report.map_err(|error| LabError::unexpected(self.number, error))?;
+        Ok(Snapshot { report, path })
     }
 }
 

@@ -41,6 +41,9 @@ use crate::vm::VSOCK_BACKLOG;
 const ARRIVAL: Duration = Duration::from_secs(1);
 /// Name of a checkpoint that only its connection reaches.
 const UNNAMED: &str = "unnamed";
+/// The device that makes userfaultfds for those who have it open (Linux 6.1,
+/// Documentation/admin-guide/mm/userfaultfd.rst).
+const USERFAULTFD: &str = "/dev/userfaultfd";
 /// Clients of a checkpoint that wait to be accepted.
 const BACKLOG: i32 = 64;
 
@@ -570,9 +573,17 @@ impl Opened {
             request.nets.push(NetRequest::of(net));
         }
         let merge = options.merge.as_ref();
-        if let Some(merge) = merge.filter(|merge| merge.backend == MergeBackend::Owner) {
-            let device = File::options().read(true).write(true).open("/dev/userfaultfd");
-            descriptors.push(device.map_err(CheckpointError::Userfaultfd)?.into());
+        let merge = merge.filter(|merge| merge.backend == MergeBackend::Owner);
+        match File::options().read(true).write(true).open(USERFAULTFD) {
+            Ok(device) => {
+                descriptors.push(device.into());
+                request.userfaultfd = true;
+            }
+            Err(error) if merge.is_some() => return Err(CheckpointError::Userfaultfd(error)),
+            // Then the machine stands still for snapshots.
+            Err(_) => {}
+        }
+        if let Some(merge) = merge {
             let mut config = merge.clone();
             config.broker = config.broker.as_deref().map(absolute).transpose()?;
             let broker = config.broker.as_deref();

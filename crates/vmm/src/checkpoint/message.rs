@@ -93,8 +93,10 @@ pub(crate) struct ForkRequest {
     pub disks: Vec<DiskRequest>,
     /// Its network devices, with one descriptor each.
     pub nets: Vec<NetRequest>,
-    /// Merging by its monitor. Two descriptors: /dev/userfaultfd, and a connection with the broker
-    /// if there is one.
+    /// Whether it can protect its memory against writes, for snapshots while it runs and for
+    /// merging. One descriptor: /dev/userfaultfd.
+    pub userfaultfd: bool,
+    /// Merging by its monitor. One descriptor, if there is a broker: a connection with it.
     pub merge: Option<MergeRequest>,
     /// Whether it stays paused.
     pub paused: bool,

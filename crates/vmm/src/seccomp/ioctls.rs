@@ -104,6 +104,7 @@ const BUILD: &[u64] = &[
     KVM_SET_CPUID2,
     KVM_SET_TSC_KHZ,
     KVM_GET_TSC_KHZ,
+    // With the device that its client has opened.
     USERFAULTFD_IOC_NEW,
     UFFDIO_API,
     crate::devices::virtio::net::TUNGETIFF,

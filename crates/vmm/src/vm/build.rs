@@ -1,5 +1,6 @@
 //! Builds a virtual machine from its configuration or a snapshot.
 
+use std::fs::File;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
@@ -22,7 +23,7 @@ use super::limits::Throttled;
 use super::merge::Merging;
 use super::migration::description::capabilities;
 use super::net::NetDevice;
-use super::save::prepare_for_copies;
+use super::save::{UserfaultfdBy, prepare_for_copies};
 use super::snapshot::capture_interrupts;
 use super::vsock::{VsockHandle, VsockSockets};
 use super::{Vm, VmError, fork};
@@ -111,6 +112,8 @@ pub(super) struct Inherited {
     pub merging: Option<Merging>,
     /// The registers of its vCPUs.
     pub msrs: Arc<MsrList>,
+    /// /dev/userfaultfd, if its client could open it.
+    pub userfaultfd: Option<File>,
 }
 
 /// Facts about a machine sent by another monitor that must be known before it is built.
@@ -220,10 +223,11 @@ pub(super) fn build(
     };
     let start_merging = || Merging::start(&config.memory.merge, &ram, filters, exit);
     let merging = merging.unwrap_or_else(start_merging);
-    let copies_stopped = match origin {
-        Origin::Fork(_) => Some("a forked process cannot protect its memory".to_owned()),
-        _ => prepare_for_copies(&config, &ram).err(),
+    let userfaultfd = match &mut origin {
+        Origin::Fork(inherited) => UserfaultfdBy::Client(inherited.userfaultfd.take()),
+        _ => UserfaultfdBy::Monitor,
     };
+    let copies_stopped = prepare_for_copies(&config, &ram, userfaultfd).err();
 
     let mut assembly = Assembly {
         vm_fd: &vm_fd,

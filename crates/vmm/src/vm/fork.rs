@@ -9,6 +9,7 @@
 //! the saved state.
 
 mod clone;
+mod collapse;
 #[cfg(any(test, feature = "testing"))]
 mod fuzzing;
 mod holder;
@@ -35,6 +36,7 @@ use crate::cpu::Vcpu;
 use crate::file::{Completion, copy_data};
 use crate::forked::{Side, fork};
 use crate::seccomp::Filters;
+pub(super) use collapse::Collapsing;
 #[cfg(any(test, feature = "testing"))]
 pub use fuzzing::fuzz_fork_requests;
 use holder::Template;
@@ -59,7 +61,8 @@ pub(super) struct Forkable {
 impl Forkable {
     /// Of a machine that this process has started.
     pub(super) fn new(kvm: Kvm, filters: &Filters) -> Result<Self, VmError> {
-        // As for merging by the monitor (merge/owner.rs): a forked process has it done.
+        // The first read of a clock locates the kernel's vDSO, with calls that the filter of the
+        // thread for checkpoints does not allow; forked processes have it done.
         let _ = SystemClock.now();
         let null = File::options().read(true).write(true).open("/dev/null");
         let null = null.map_err(VmError::host("open /dev/null"))?;

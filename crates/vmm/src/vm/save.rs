@@ -275,11 +275,23 @@ impl Vm {
     }
 }
 
-/// Prepares the monitor for copying memory while the guest runs, as long as it can open files.
+/// Who opens /dev/userfaultfd.
+pub(super) enum UserfaultfdBy {
+    /// This process, which can still open files.
+    Monitor,
+    /// The client that has forked the machine, if it could.
+    Client(Option<File>),
+}
+
+/// Prepares the monitor for copying memory while the guest runs.
 ///
 /// # Errors
 /// Why that is not possible.
-pub(super) fn prepare_for_copies(config: &VmConfig, ram: &GuestRam) -> Result<(), String> {
+pub(super) fn prepare_for_copies(
+    config: &VmConfig,
+    ram: &GuestRam,
+    userfaultfd: UserfaultfdBy,
+) -> Result<(), String> {
     if config.api.is_none() {
         return Err("no API".to_owned());
     }
@@ -287,7 +299,14 @@ pub(super) fn prepare_for_copies(config: &VmConfig, ram: &GuestRam) -> Result<()
     if config.memory.merge.backend != MergeBackend::Off {
         return Err("pages of the machine may be merged".to_owned());
     }
-    ram.enable_background_saves().map_err(|error| error.to_string())
+    match userfaultfd {
+        UserfaultfdBy::Monitor => ram.enable_background_saves(),
+        UserfaultfdBy::Client(Some(device)) => ram.enable_background_saves_by(&device),
+        UserfaultfdBy::Client(None) => {
+            return Err("`ebb fork` could not open /dev/userfaultfd".to_owned());
+        }
+    }
+    .map_err(|error| error.to_string())
 }
 
 fn ended() -> Failure {

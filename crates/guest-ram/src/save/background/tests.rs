@@ -464,3 +464,31 @@ fn blocks_are_aligned_pieces_of_a_region() {
     assert_eq!(pieces, [(5, 105, 3), (8, 108, 8), (16, 116, 8), (24, 124, 1)]);
     assert_eq!(block.pieces(8).last().unwrap().end_bytes(), 70);
 }
+
+/// As in a forked process: the device comes from elsewhere, and what there was before is replaced.
+#[test]
+fn a_device_that_another_process_has_opened_serves_as_well() {
+    let ram = ram(HugePages::Off);
+    for address in pages(&ram) {
+        put(&ram, address, address);
+    }
+    for wrong in [File::open("/dev/null").unwrap(), tempfile::tempfile().unwrap()] {
+        let error = ram.enable_background_saves_by(&wrong).unwrap_err();
+        let BackgroundUnavailable::Userfaultfd(UffdUnavailable::Refused { .. }) = error else {
+            panic!("{error}");
+        };
+    }
+    let before = ram.protection_descriptor().unwrap();
+    let device = File::options().read(true).write(true).open("/dev/userfaultfd").unwrap();
+    ram.enable_background_saves_by(&device).unwrap();
+    assert_ne!(ram.protection_descriptor().unwrap(), before);
+    drop(device);
+    let prepared = ram.prepare_background_save().unwrap();
+    let in_use = ram.enable_background_saves().unwrap_err();
+    assert!(matches!(in_use, BackgroundUnavailable::InUse), "{in_use}");
+    let file = tempfile::tempfile().unwrap();
+    let save = prepared.protect().unwrap();
+    save.write(&file, OFFSET, &mut |_| {}, &|| false).unwrap();
+    assert_eq!(words_of(&file, &ram), pages(&ram));
+    assert_released(&ram);
+}

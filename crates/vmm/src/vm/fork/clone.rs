@@ -122,7 +122,7 @@ impl Template<'_> {
         let (paused, accepts_changes) = (request.paused, request.accept_changed_disks);
         let are_copies: Vec<bool> = request.disks.iter().map(|disk| disk.is_copy).collect();
         let own = Own::receive(request, &mut descriptors, &self.vm.config)?;
-        let Own { config, resources, companion, api, mut merge } = own;
+        let Own { config, resources, companion, api, mut userfaultfd, mut merge } = own;
         if !accepts_changes {
             let files = resources.disks.iter().zip(are_copies).map(|(files, is_copy)| {
                 if is_copy { None } else { rustix::fs::fstat(&files.top).ok() }
@@ -131,6 +131,7 @@ impl Template<'_> {
         }
         if let Some(given) = &mut merge {
             given.files.maps = maps;
+            given.files.userfaultfd = userfaultfd.take();
         }
         let (ram, config_of_merging) = (&self.vm.ram, &config.memory.merge);
         let merging =
@@ -145,6 +146,7 @@ impl Template<'_> {
             process_memory,
             merging: Some(merging),
             msrs: self.vm.msrs.clone(),
+            userfaultfd,
         };
         let on_reboot = config.on_reboot;
         let origin = Origin::Fork(Box::new(inherited));
@@ -229,6 +231,8 @@ pub(super) struct Own {
     pub resources: Resources,
     companion: Option<Companion>,
     pub api: Option<(OwnedFd, KeptName)>,
+    /// /dev/userfaultfd.
+    pub userfaultfd: Option<File>,
     pub merge: Option<Given>,
 }
 
@@ -266,9 +270,12 @@ impl Own {
             .iter()
             .map(|_| OpenNet::of(descriptors.next()?).map_err(|problem| failed(&problem)));
         let open = open.collect::<Result<_, VmError>>()?;
+        let userfaultfd = request.userfaultfd.then(|| descriptors.next()).transpose()?;
         let given = |MergeRequest { config, only_node }| -> Result<_, VmError> {
-            let userfaultfd = Some(File::from(descriptors.next()?));
-            let files = MergeFiles { userfaultfd, maps: None, only_node };
+            if userfaultfd.is_none() {
+                return Err(failed("merging needs /dev/userfaultfd, which did not come"));
+            }
+            let files = MergeFiles { only_node, ..MergeFiles::default() };
             let broker = config.broker.is_some().then(|| descriptors.next()).transpose()?;
             Ok((config, Given { files, broker }))
         };
@@ -302,6 +309,7 @@ impl Own {
             _ => None,
         };
         let resources = Resources { disks: files, nets: open, vsock };
-        Ok(Self { config, resources, companion, api, merge })
+        let userfaultfd = userfaultfd.map(File::from);
+        Ok(Self { config, resources, companion, api, userfaultfd, merge })
     }
 }

@@ -146,6 +146,7 @@ fn document(input: &mut Input<'_>, template: &VmConfig) -> Value {
         "cid": input.rarely().then(|| input.number() as u32),
         "disks": disks,
         "nets": vec![net; number(input, template.nets.len())],
+        "userfaultfd": input.rarely(),
         "merge": input.rarely().then(|| json!({
             "config": {
                 "backend": input.one(&["owner", "kernel", "off"]),

@@ -1,7 +1,7 @@
 //! The process that holds a checkpoint. It has one thread, no guest that runs, and serves its
 //! clients one request at a time.
 
-use std::io::IoSliceMut;
+use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, AsRawFd, OwnedFd, RawFd};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -14,7 +14,7 @@ use super::{DiskCopy, Forkable};
 use crate::boot::BootImage;
 use crate::checkpoint::{Answer, CheckpointInfo, ForkRequest, Request};
 use crate::devices::virtio::state::DeviceState;
-use crate::forked::{Side, close_others, fork, redirect};
+use crate::forked::{Side, close_others, fork, put_in_place, redirect};
 use crate::packet;
 use crate::snapshot::MachineState;
 use crate::vm::Vm;
@@ -92,15 +92,20 @@ impl<'a> Template<'a> {
         let image = self.image.iter().flat_map(BootImage::descriptors);
         let restored = self.vm.ram.restored_file();
         let copies = self.copies.iter().flatten().map(|copy| copy.file.as_raw_fd());
-        let merging = self.vm.merging.descriptors();
-        let inherited = files.chain(image).chain(restored).chain(copies).chain(merging);
-        own.into_iter().chain(inherited).collect()
+        let protection = self.vm.ram.protection_descriptor();
+        let of_memory =
+            files.chain(restored).chain(protection).chain(self.vm.merging.descriptors());
+        own.into_iter().chain(image).chain(of_memory).chain(copies).collect()
     }
 
     /// Leaves the terminal and the signals of the other process.
     fn set_up(&self) -> Result<(), Errno> {
-        redirect(&self.forkable.null, None)
-            .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+        let null = &self.forkable.null;
+        redirect(null, None).map_err(|error| errno(&error))?;
+        // It would keep the other process's memory registered.
+        if let Some(number) = self.vm.ram.protection_descriptor() {
+            put_in_place(null.as_fd(), number).map_err(|error| errno(&error))?;
+        }
         rustix::process::setsid()?;
         let _ = rustix::thread::set_name(c"ebb-checkpoint");
         let mut none = MaybeUninit::<libc::sigset_t>::uninit();
@@ -207,6 +212,10 @@ impl<'a> Template<'a> {
             },
         }
     }
+}
+
+fn errno(error: &io::Error) -> Errno {
+    Errno::from_io_error(error).unwrap_or(Errno::IO)
 }
 
 enum Next {

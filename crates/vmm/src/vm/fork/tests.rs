@@ -50,10 +50,12 @@ fn descriptors() -> Vec<OwnedFd> {
 #[test]
 fn a_machine_gets_its_descriptors_in_the_order_of_the_request() {
     let inode = |file: &OwnedFd| rustix::fs::fstat(file).unwrap().st_ino;
-    let descriptors = descriptors();
+    let mut descriptors = descriptors();
+    descriptors.push(tempfile::tempfile().unwrap().into());
     let inodes: Vec<_> = descriptors.iter().map(inode).collect();
     // As it arrives.
-    let text = serde_json::to_string(&request()).unwrap();
+    let request = ForkRequest { userfaultfd: true, ..request() };
+    let text = serde_json::to_string(&request).unwrap();
     let request: ForkRequest = serde_json::from_str(&text).unwrap();
     let own = Own::receive(request, &mut Descriptors::new(descriptors), &template()).unwrap();
     let (config, resources) = (own.config, own.resources);
@@ -68,6 +70,7 @@ fn a_machine_gets_its_descriptors_in_the_order_of_the_request() {
     let expected = [some(4), some(5), None, some(6), None, None, some(7), some(8), some(9)];
     assert_eq!(disks, expected);
     assert_eq!(resources.nets[0].descriptor().map(|fd| inode(&fd)), some(10));
+    assert_eq!(found(own.userfaultfd.as_ref()), some(11));
     let vsock = resources.vsock.unwrap();
     assert_eq!((inode(&vsock.listener), vsock.name.index()), (inodes[2], 1));
     assert_eq!((config.vsock.unwrap().cid, config.api), (7, Some("/run/api".into())));

@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 
 use ebb_migration::session::CancelHandle;
 
+use super::fork::Collapsing;
 use super::task::{Task, TaskKind, Ticket};
 use super::{Vm, VmError};
 use crate::api::control::{BEING_MOVED, ControlError, Document, Outcome, TimeLeft, Wait};
@@ -64,6 +65,14 @@ struct Slot {
     ending: bool,
     /// A client has read the report.
     report_read: bool,
+}
+
+/// What a thread does next.
+enum Turn {
+    Job(Job),
+    /// The time has come that it waits for.
+    Due,
+    End,
 }
 
 /// A job of the thread.
@@ -188,18 +197,32 @@ impl Migrations {
         Ok(())
     }
 
-    /// Waits for the next request for this thread; `None` when it is to end.
-    fn next_request(&self, thread: ThreadKind) -> Option<Job> {
+    /// Waits for the next request for this thread, until `due` if that is set.
+    fn next_turn(&self, thread: ThreadKind, due: Option<Instant>) -> Turn {
         let mut slot = self.lock();
         loop {
             if slot.ending {
-                return None;
+                return Turn::End;
             }
             if let Some(request) = slot.request.take_if(|job| job.thread() == thread) {
-                return Some(request);
+                return Turn::Job(request);
             }
-            slot = self.changed.wait(slot).unwrap_or_else(PoisonError::into_inner);
+            let left = due.map(|due| due.saturating_duration_since(Instant::now()));
+            slot = match left {
+                None => self.changed.wait(slot).unwrap_or_else(PoisonError::into_inner),
+                Some(Duration::ZERO) => return Turn::Due,
+                Some(left) => {
+                    let waited = self.changed.wait_timeout(slot, left);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
         }
+    }
+
+    /// Whether no migration and no other task is requested or in progress.
+    pub(super) fn is_idle(&self) -> bool {
+        let slot = self.lock();
+        !slot.status.phase.is_active() && slot.check_free().is_ok()
     }
 
     /// Sets the function that cancels the current migration. Called at once if the migration is
@@ -329,14 +352,25 @@ impl Drop for MigrationThread {
 }
 
 fn make_checkpoints(vm: &Arc<Vm>) {
-    while let Some(Job::Task(task)) = vm.migrations.next_request(ThreadKind::Fork) {
-        let ticket = task.ticket().clone();
-        vm.migrations.finish_task(&ticket, task.carry_out(vm));
+    let mut collapsing = Collapsing::new(vm);
+    loop {
+        match vm.migrations.next_turn(ThreadKind::Fork, collapsing.due()) {
+            Turn::Job(Job::Task(task)) => {
+                let ticket = task.ticket().clone();
+                let answer = task.carry_out(vm);
+                if answer.is_ok() {
+                    collapsing.begin();
+                }
+                vm.migrations.finish_task(&ticket, answer);
+            }
+            Turn::Due => collapsing.pass(),
+            Turn::Job(Job::Migrate(_)) | Turn::End => return,
+        }
     }
 }
 
 fn work(vm: &Arc<Vm>, cancel: &CancelHandle) {
-    while let Some(job) = vm.migrations.next_request(ThreadKind::Migrate) {
+    while let Turn::Job(job) = vm.migrations.next_turn(ThreadKind::Migrate, None) {
         let order = match job {
             Job::Migrate(order) => order,
             Job::Task(task) => {

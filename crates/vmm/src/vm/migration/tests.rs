@@ -17,6 +17,14 @@ fn asked() -> Migrations {
     migrations
 }
 
+/// The next job of the thread for migrations; `None` when it is to end.
+fn next_job(migrations: &Migrations) -> Option<Job> {
+    match migrations.next_turn(ThreadKind::Migrate, None) {
+        Turn::Job(job) => Some(job),
+        Turn::Due | Turn::End => None,
+    }
+}
+
 fn ended(status: MigrationPhase) -> MigrationReport {
     MigrationReport { status, bytes_sent: 7, ..MigrationReport::default() }
 }
@@ -31,7 +39,7 @@ fn one_at_a_time() {
     let error = migrations.ask(order("unix:/elsewhere")).unwrap_err();
     assert!(error.to_string().contains("unix:/there"), "{error}");
     assert!(matches!(
-        migrations.next_request(ThreadKind::Migrate),
+        next_job(&migrations),
         Some(Job::Migrate(order)) if order.request.to == "unix:/there"
     ));
     migrations.finish(ended(MigrationPhase::Failed));
@@ -87,10 +95,10 @@ fn a_committed_migration_cannot_be_cancelled() {
 #[test]
 fn the_end_of_the_monitor_cancels_and_ends_the_thread() {
     let migrations = asked();
-    assert!(migrations.next_request(ThreadKind::Migrate).is_some());
+    assert!(next_job(&migrations).is_some());
     migrations.end();
     assert!(migrations.is_cancelled() && !migrations.commit());
-    assert!(migrations.next_request(ThreadKind::Migrate).is_none());
+    assert!(next_job(&migrations).is_none());
     migrations.finish(ended(MigrationPhase::Cancelled));
     assert!(migrations.ask(order("unix:/there")).is_err());
 }
@@ -117,7 +125,7 @@ fn tasks_and_migrations_exclude_each_other() {
         let migrations = asked();
         let error = refused(&migrations, kind);
         assert!(error.to_string().contains("migrating"), "{error}");
-        assert!(migrations.next_request(ThreadKind::Migrate).is_some());
+        assert!(next_job(&migrations).is_some());
         migrations.finish(ended(MigrationPhase::Failed));
 
         let first = task(kind);
@@ -132,13 +140,32 @@ fn tasks_and_migrations_exclude_each_other() {
                 assert_eq!(error, kind.busy());
             }
             if migrations.lock().request.is_some() {
-                assert!(matches!(migrations.next_request(ThreadKind::Migrate), Some(Job::Task(_))));
+                assert!(matches!(next_job(&migrations), Some(Job::Task(_))));
             }
         }
         migrations.finish_task(&ticket, Err(ControlError::failed("no room")));
         assert!(matches!(answer(outcome), Some(Err(ControlError::Failed { .. }))));
         migrations.ask(order("unix:/there")).unwrap();
     }
+}
+
+#[test]
+fn the_thread_for_checkpoints_has_time_when_nothing_else_is_done() {
+    let migrations = Migrations::default();
+    let turn = |due: Duration| migrations.next_turn(ThreadKind::Fork, Some(Instant::now() + due));
+    assert!(migrations.is_idle() && matches!(turn(Duration::from_millis(1)), Turn::Due));
+    let checkpoint = task(TaskKind::Checkpoint);
+    let ticket = checkpoint.ticket().clone();
+    let _outcome = migrations.ask_task(checkpoint).unwrap();
+    assert!(!migrations.is_idle() && matches!(turn(Duration::ZERO), Turn::Job(Job::Task(_))));
+    assert!(!migrations.is_idle() && matches!(turn(Duration::ZERO), Turn::Due));
+    migrations.finish_task(&ticket, Err(ControlError::failed("not made")));
+    assert!(migrations.is_idle());
+    migrations.ask(order("unix:/there")).unwrap();
+    // The job is the other thread's.
+    assert!(!migrations.is_idle() && matches!(turn(Duration::ZERO), Turn::Due));
+    migrations.end();
+    assert!(matches!(turn(Duration::from_secs(3600)), Turn::End));
 }
 
 #[test]
@@ -157,7 +184,7 @@ fn a_client_that_hangs_up_and_the_end_of_the_monitor_cancel_a_task() {
     let outcome = migrations.ask_task(last).unwrap();
     migrations.end();
     assert!(ticket.is_cancelled());
-    assert!(migrations.next_request(ThreadKind::Migrate).is_none());
+    assert!(next_job(&migrations).is_none());
     assert!(migrations.ask_task(task(TaskKind::Park)).is_err());
     // Its client is answered although the thread has not taken it.
     let answer = answer(outcome).unwrap();
