@@ -66,7 +66,6 @@ pub struct CheckpointInfo {
     /// Whether the guest has a driver for that.
     pub vsock_driver: bool,
     /// How equal pages of its memory are merged.
-    #[serde(default)]
     pub merge: MergeBackend,
     /// Machines that were forked from it.
     pub forks: u64,

@@ -1,5 +1,5 @@
 //! Makes the memory of a machine huge again that is split when it is written to after a checkpoint
-//! ([`ebb_guest_ram::Collapse`]): in the machine that goes on, and in those that were forked.
+//! ([`ebb_guest_ram::Collapse`]), in the machine that goes on.
 //!
 //! The thread for checkpoints, which has nothing else to do, does it in short passes. After a round
 //! over all memory it rests, for longer if there was nothing to do.
@@ -35,13 +35,10 @@ struct Work<'a> {
 }
 
 impl<'a> Collapsing<'a> {
-    /// Of a machine before its first checkpoint. One that was forked has begun with one.
+    /// Of a machine before its first checkpoint. One that was forked is to stay small, and a
+    /// thousand idle ones are not to look at their memory again and again.
     pub(in crate::vm) fn new(vm: &'a Vm) -> Self {
-        let mut new = Self { vm, work: None };
-        if vm.forkable.as_ref().is_some_and(|forkable| forkable.parent.is_some()) {
-            new.begin();
-        }
-        new
+        Self { vm, work: None }
     }
 
     /// All memory is shared with a checkpoint now.

@@ -90,16 +90,22 @@ fn what_merging_needs_comes_last() {
     let mut descriptors = descriptors();
     descriptors.extend((0..2).map(|_| OwnedFd::from(tempfile::tempfile().unwrap())));
     let inodes: Vec<_> = descriptors.iter().map(inode).collect();
-    let mut request = request();
-    request.merge = Some(MergeRequest { config: merge.clone(), only_node: Some(3) });
-    let own = Own::receive(request, &mut Descriptors::new(descriptors), &template()).unwrap();
+    let merging = |userfaultfd| {
+        let merge = Some(MergeRequest { config: merge.clone(), only_node: Some(3) });
+        ForkRequest { userfaultfd, merge, ..request() }
+    };
+    let receive = |request, descriptors| {
+        Own::receive(request, &mut Descriptors::new(descriptors), &template())
+    };
+    let own = receive(merging(true), descriptors).unwrap();
+    assert_eq!(own.userfaultfd.unwrap().metadata().unwrap().ino(), inodes[11]);
     let given = own.merge.unwrap();
-    let device = given.files.userfaultfd.unwrap();
-    assert_eq!(device.metadata().unwrap().ino(), inodes[11]);
     assert_eq!(given.broker.map(|broker| inode(&broker)), Some(inodes[12]));
     assert_eq!((given.files.only_node, &own.config.memory.merge), (Some(3), &merge));
     // Its memory has pages of others then.
     assert!(!own.config.forkable.is_on());
+    let without = receive(merging(false), self::descriptors()).err().unwrap();
+    assert!(without.to_string().contains("/dev/userfaultfd"), "{without}");
     // The kernel's merging comes with the memory.
     let mut merged = template();
     merged.memory.merge.backend = MergeBackend::Kernel;
