@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ebb_agent::protocol::Command;
-use ebb_vmm::api::{MergeInfo, ParkReport};
+use ebb_vmm::api::{MergeInfo, MergeState, ParkReport};
 use serde::Serialize;
 use serde_json::json;
 
@@ -25,7 +25,6 @@ use crate::harness::merging::{self, Merging, Nodes};
 use crate::harness::monitor::{Setup, System};
 use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::testbed::Testbed;
-use crate::harness::testbed::merging::wait_until_settled;
 use crate::report::figures::{Curve, Drawing};
 use crate::report::metrics::{self, Metric};
 use crate::report::results::{Scale, Series};
@@ -128,6 +127,8 @@ const WORK_LIMIT: Duration = Duration::from_secs(300);
 /// Time for which a machine is left alone after its work. Linux reports what a program has freed
 /// after 2 s, most of it while the work goes on.
 const REST: Duration = Duration::from_secs(3);
+/// Time for which all machines are left alone whose monitors merge.
+const MERGE_REST: Duration = Duration::from_secs(30);
 /// A host with less than this part of its RAM available has no room: `ebb fork` refuses, or waits
 /// in vain for a checkpoint that is being swapped in.
 const NO_ROOM_PART: u64 = 50;
@@ -277,10 +278,10 @@ fn clones(
     let most = testbed.guests(planned);
     let (end, forks) = fill(testbed, &template, &checkpoint, most, &series.name, found)?;
     if series.name == MERGED {
-        testbed.events().step(0, "waits until nothing more is merged");
-        let settled = merge(&forks, found)?;
+        testbed.events().step(0, "leaves all machines alone");
+        thread::sleep(MERGE_REST);
         found.with_all = Some(Look::new(testbed)?);
-        series.notes.push(settled);
+        series.notes.push(merged(&forks, found)?);
     }
     drop(forks);
     found.is_full = end != End::Most;
@@ -350,29 +351,21 @@ fn fill(
     Ok((End::Most, forks))
 }
 
-/// Waits until nothing more is merged; describes what was.
-fn merge(forks: &[Fork], found: &mut Found) -> Result<String, LabError> {
-    let ask = |fork: &Fork| -> Result<_, LabError> {
-        let info = fork.client().get::<MergeInfo>("/merge");
-        Ok((fork.number(), info.map_err(|error| LabError::unexpected(fork.number(), error))?))
-    };
+/// Takes the processor time of merging; describes what was merged.
+fn merged(forks: &[Fork], found: &mut Found) -> Result<String, LabError> {
     let mut merged_bytes = 0;
-    let settled = wait_until_settled(|| {
-        let all: Vec<_> = forks.iter().map(ask).collect::<Result<_, _>>()?;
-        let of = |info: &MergeInfo| info.statistics.as_ref()?.merged_bytes;
-        merged_bytes = all.iter().filter_map(|(_, info)| of(info)).sum();
-        Ok(all)
-    })?;
     for fork in forks {
+        let info = fork.client().get::<MergeInfo>("/merge");
+        let info = info.map_err(|error| LabError::unexpected(fork.number(), error))?;
+        if info.state != MergeState::Merging {
+            let what = format!("its pages are not merged: {:?}", info.reason);
+            return Err(LabError::unexpected(fork.number(), what));
+        }
+        merged_bytes += info.statistics.and_then(|all| all.merged_bytes).unwrap_or(0);
         let ns = merging::monitor_running_ns(fork.pid())?;
         found.merge_cpu_s.push(rounded(Duration::from_nanos(ns).as_secs_f64()));
     }
-    Ok(format!(
-        "{} MiB of the machines' memory are merged; nothing more was after {} s{}",
-        merged_bytes >> 20,
-        settled.elapsed_s,
-        if settled.quiet { "" } else { ", which may be too early" }
-    ))
+    Ok(format!("{} MiB of the machines' memory are merged", merged_bytes >> 20))
 }
 
 /// Whether the host has no memory available.

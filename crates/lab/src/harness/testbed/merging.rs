@@ -193,9 +193,32 @@ impl Testbed<'_> {
     /// # Errors
     /// [`LabError::Guest`], also for a guest whose pages are not merged.
     pub fn wait_for_merging(&mut self, guests: &[u32]) -> Result<Settled, LabError> {
-        wait_until_settled(|| {
-            guests.iter().map(|guest| Ok((*guest, self.merge_info(*guest)?))).collect()
-        })
+        let begin = Instant::now();
+        let (mut rest, mut changed_s) = (Rest::default(), 0.0);
+        loop {
+            let (mut merged, mut passes) = (0, Vec::new());
+            for guest in guests {
+                let info = self.merge_info(*guest)?;
+                if matches!(info.state, MergeState::Off | MergeState::Unavailable) {
+                    let reason = info.reason.unwrap_or_default();
+                    let what = format!("its pages are not merged: {reason}");
+                    return Err(LabError::unexpected(*guest, what));
+                }
+                let statistics = info.statistics.unwrap_or_default();
+                merged += statistics.merged_bytes.unwrap_or(0) / 4096
+                    + statistics.pages_sharing.unwrap_or(0);
+                passes.push(statistics.full_scans.unwrap_or(0));
+            }
+            let elapsed = begin.elapsed();
+            let seen = rest.observe(merged, &passes);
+            if seen == Seen::Change {
+                changed_s = elapsed.as_secs_f64();
+            }
+            if seen == Seen::Rest || elapsed > MERGE_LIMIT {
+                return Ok(Settled { elapsed_s: rounded(changed_s), quiet: seen == Seen::Rest });
+            }
+            thread::sleep(MERGE_INTERVAL);
+        }
     }
 
     /// Processor time of merging so far: that of the threads of the guests' monitors, or of the
@@ -243,40 +266,6 @@ impl Testbed<'_> {
             processes.push((*node, survey::of_process(pid, by)?));
         }
         Ok(Survey::new(&processes))
-    }
-}
-
-/// Waits until no more pages are merged in any of the guests that `ask` asks.
-///
-/// # Errors
-/// Those of `ask`; [`LabError::Guest`] for a guest whose pages are not merged.
-pub fn wait_until_settled(
-    mut ask: impl FnMut() -> Result<Vec<(u32, MergeInfo)>, LabError>,
-) -> Result<Settled, LabError> {
-    let begin = Instant::now();
-    let (mut rest, mut changed_s) = (Rest::default(), 0.0);
-    loop {
-        let (mut merged, mut passes) = (0, Vec::new());
-        for (guest, info) in ask()? {
-            if matches!(info.state, MergeState::Off | MergeState::Unavailable) {
-                let reason = info.reason.unwrap_or_default();
-                let what = format!("its pages are not merged: {reason}");
-                return Err(LabError::unexpected(guest, what));
-            }
-            let statistics = info.statistics.unwrap_or_default();
-            merged +=
-                statistics.merged_bytes.unwrap_or(0) / 4096 + statistics.pages_sharing.unwrap_or(0);
-            passes.push(statistics.full_scans.unwrap_or(0));
-        }
-        let elapsed = begin.elapsed();
-        let seen = rest.observe(merged, &passes);
-        if seen == Seen::Change {
-            changed_s = elapsed.as_secs_f64();
-        }
-        if seen == Seen::Rest || elapsed > MERGE_LIMIT {
-            return Ok(Settled { elapsed_s: rounded(changed_s), quiet: seen == Seen::Rest });
-        }
-        thread::sleep(MERGE_INTERVAL);
     }
 }
 

@@ -87,7 +87,8 @@ fn what_merging_needs_comes_last() {
         "merge=owner,merge_domain=red,merge_broker=/run/broker".parse().unwrap();
     let merge = merge.apply(MergeConfig::default()).unwrap();
     let inode = |file: &OwnedFd| rustix::fs::fstat(file).unwrap().st_ino;
-    let mut descriptors = descriptors();
+    let of_devices = descriptors;
+    let mut descriptors = of_devices();
     descriptors.extend((0..2).map(|_| OwnedFd::from(tempfile::tempfile().unwrap())));
     let inodes: Vec<_> = descriptors.iter().map(inode).collect();
     let merging = |userfaultfd| {
@@ -104,12 +105,12 @@ fn what_merging_needs_comes_last() {
     assert_eq!((given.files.only_node, &own.config.memory.merge), (Some(3), &merge));
     // Its memory has pages of others then.
     assert!(!own.config.forkable.is_on());
-    let without = receive(merging(false), self::descriptors()).err().unwrap();
+    let without = receive(merging(false), of_devices()).err().unwrap();
     assert!(without.to_string().contains("/dev/userfaultfd"), "{without}");
     // The kernel's merging comes with the memory.
     let mut merged = template();
     merged.memory.merge.backend = MergeBackend::Kernel;
-    let own = Own::receive(self::request(), &mut Descriptors::new(self::descriptors()), &merged);
+    let own = Own::receive(request(), &mut Descriptors::new(of_devices()), &merged);
     assert_eq!(own.unwrap().config.memory.merge, merged.memory.merge);
 }
 
