@@ -49,7 +49,7 @@ pub(super) fn run(socket: &Path, json: bool) -> anyhow::Result<ExitCode> {
         format!("cannot read the state of the monitor's threads in /proc/{}", vm.pid)
     })?;
     let mut checks = judge(&vm.isolation, &threads);
-    // Who may not see other processes' namespaces does not get to know.
+    // Without the right to see other processes' namespaces there is no such line.
     checks.extend(relatives(vm.pid).ok().as_deref().map(judge_relatives));
     let problems = checks.iter().filter(|check| check.grade == Grade::Problem).count();
     let warnings = checks.iter().filter(|check| check.grade == Grade::Warning).count();

@@ -137,7 +137,7 @@ impl MergeSession {
                 .map_err(|source| kernel("query the states of pages", block, source))?,
             _ => return self.look_at_all(block, address, looks),
         };
-        // Pages that it does not have alone are not protected either, if that is all of them.
+        // A block of which all pages are shared is not even protected.
         if shared.iter().all(|state| state.is_shared_with_others()) {
             looks.fill(PageLook::Excluded);
             return Ok(());
@@ -151,7 +151,7 @@ impl MergeSession {
         Ok(())
     }
 
-    /// Scans the pages of a block, whoever has them, too.
+    /// Scans the pages of a block, also those that other processes share.
     fn look_at_all(
         &mut self,
         block: GuestRange,

@@ -90,7 +90,7 @@ impl GuestRam {
                 Err(TryLockError::WouldBlock) => return Err(BackgroundUnavailable::InUse),
             }
         } else {
-            // Nobody else sets it: the machine is not built yet.
+            // It is set once: the machine is not built yet.
             let _ = self.protection.set(Mutex::new(userfaultfd));
         }
         Ok(())

@@ -10,7 +10,7 @@
 //! - The content of a slot does not change while any client holds it. A client whose connection
 //!   ends keeps its holds until its *process* has ended, which the broker watches (pidfd_open(2)):
 //!   mapped pages stay mapped however the connection was lost. That is the process which has sent
-//!   hello, whichever has made the connection.
+//!   hello, even if another one has made the connection.
 //! - When a broker ends, its clients keep what they have mapped; they get no further shares
 //!   ([`StoreError::Gone`](crate::StoreError::Gone)). A broker that is only late
 //!   ([`StoreError::Late`](crate::StoreError::Late)) is used again once it has answered.
