@@ -109,7 +109,7 @@ impl GuestRam {
         if !self.huge_allowed {
             return Err("the host's setting is `never`");
         }
-        if self.is_merging() {
+        if is_merging(self) {
             return Err("its pages are merged");
         }
         let pagemap = self.pagemap.as_ref().ok_or("/proc/self/pagemap cannot be read")?;
@@ -119,13 +119,16 @@ impl GuestRam {
         advise_collapse(first.address, 0).map_err(|_| "the kernel has no MADV_COLLAPSE")?;
         Ok(Collapse { ram: self, pagemap, left, ahead: 0 })
     }
+}
 
-    fn is_merging(&self) -> bool {
-        #[cfg(feature = "merge")]
-        return self.merging.get().is_some();
-        #[cfg(not(feature = "merge"))]
-        false
-    }
+#[cfg(feature = "merge")]
+fn is_merging(ram: &GuestRam) -> bool {
+    ram.merging.get().is_some()
+}
+
+#[cfg(not(feature = "merge"))]
+fn is_merging(_without: &GuestRam) -> bool {
+    false
 }
 
 impl Collapse<'_> {
@@ -176,7 +179,7 @@ impl Collapse<'_> {
         // A page that is discarded between the look and the collapse would be allocated again.
         let inhibitors = self.ram.inhibitors().hold();
         // Of memory that a snapshot protects, or that arrives from elsewhere, nothing may change.
-        if !inhibitors.is_empty() || self.ram.is_merging() {
+        if !inhibitors.is_empty() || is_merging(self.ram) {
             return Verdict::End(PassEnd::Held);
         }
         let extents = self.ram.lock_overlay();

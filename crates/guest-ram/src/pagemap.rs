@@ -38,6 +38,7 @@ impl PageState {
     }
 
     /// Whether other processes have the same anonymous page, after a fork(2).
+    #[cfg(feature = "merge")]
     pub(crate) const fn is_shared_with_others(self) -> bool {
         self.is_private_in_memory() && !self.is_exclusive()
     }
