@@ -109,7 +109,7 @@ const PIDFD_SELF_THREAD: RawFd = -10000;
 /// How the process names itself to `process_madvise`.
 #[derive(Debug)]
 enum OwnProcess {
-    /// Whichever process it is: this is still true after a fork.
+    /// The process that makes the call, which is right after a fork, too.
     Caller,
     /// On a kernel that cannot be told so. In a forked process this means the other one, whose
     /// memory the kernel does not discard (mm/madvise.c, `process_madvise_remote_valid`).

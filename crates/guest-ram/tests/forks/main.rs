@@ -3,9 +3,10 @@
 //! when they are forked.
 //!
 //! The test starts a machine, a program of its own with one thread (this one, with variables in its
-//! environment), and tells it and all that are forked from it what to do. It waits for them only
-//! when it reads something, so relatives write and discard at the same time, and are killed in the
-//! middle of it. In the model nothing depends on which of them is faster.
+//! environment), and sends commands to it and to all processes that are forked from it. Only
+//! commands that read something have an answer that is waited for. So these processes write and
+//! discard at the same time, and are killed in the middle of it. The model does not depend on which
+//! of them is faster.
 //!
 //! `PROPTEST_CASES=5000` makes a long run. A failure prints its seed, for `PROPTEST_RNG_SEED`, and
 //! the smallest case that was found, for `EBB_FORKS_CASE`; one that needs a certain order of events
@@ -57,7 +58,7 @@ fn main() {
         found("memory_of_a_file_is_found", Flaw::SharedFile, is_content),
         found("files_of_the_parent_are_found", Flaw::FilesOfParent, is_content),
         found("discards_to_an_image_are_found", Flaw::DiscardToImage, is_content),
-        found("a_lock_that_nobody_releases_is_found", Flaw::NotStill, is_silent),
+        found("a_lock_that_is_never_released_is_found", Flaw::NotStill, is_silent),
     ];
     libtest_mimic::run(&arguments, trials).exit();
 }

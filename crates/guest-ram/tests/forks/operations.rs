@@ -171,7 +171,7 @@ pub enum SaveKind {
 /// Which process, of those that can do it: the number modulo their number.
 pub type Pick = usize;
 
-/// Something that happens. Nobody waits for its end, except for what is read.
+/// Something that happens. Only operations that read something are waited for.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Operation {
     Write(Pick, Write),

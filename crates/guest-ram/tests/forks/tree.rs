@@ -332,7 +332,7 @@ impl Tree {
             std::hint::spin_loop();
         }
         process.kill()?;
-        // Nobody has its descriptors any more, so the new process has connected, or there is none.
+        // Its descriptors are closed: the new process has connected by now, or there is none.
         if self.accept(process.role.of_forked(), &process.memory, process.depth + 1)? {
             self.counts.kills_after_fork += 1;
         } else {
