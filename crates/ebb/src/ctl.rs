@@ -31,6 +31,7 @@ mod net;
 mod park;
 #[cfg(test)]
 mod tests;
+mod working_set;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -44,6 +45,7 @@ Examples:
   ebb ctl /tmp/vm.sock limits disk0 --bandwidth 50M --ops 1000
   ebb ctl /tmp/vm.sock merge --run unmerge
   ebb ctl /tmp/vm.sock snapshot /tmp/vm.snapshot
+  ebb ctl /tmp/vm.sock working-set /tmp/vm.working-set --for 5
   ebb ctl /tmp/vm.sock checkpoint ready
 The same with curl: curl --unix-socket /tmp/vm.sock http://localhost/vm
 Description of the API: curl --unix-socket /tmp/vm.sock http://localhost/openapi.json";
@@ -97,6 +99,9 @@ enum Command {
         #[arg(value_name = "FILE")]
         file: PathBuf,
     },
+    /// Record which parts of its snapshot a restored machine has used, for `ebb restore
+    /// --working-set FILE`, which reads them ahead of the guest
+    WorkingSet(working_set::WorkingSetArgs),
     /// Keep the machine in memory for `ebb fork`, or write it to a file; a running guest stands
     /// still for milliseconds
     Checkpoint {
@@ -216,6 +221,9 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         Command::Unpark => show(out, form, &client.get("/vm/park")?, park::status_rows),
         Command::Snapshot { file } => {
             show(out, form, &take_snapshot(&client, &file)?, snapshot_rows)
+        }
+        Command::WorkingSet(args) => {
+            show(out, form, &working_set::execute(&args, &client)?, working_set::rows)
         }
         Command::Checkpoint { target, .. } if target.contains('/') => {
             let file = Path::new(&target);

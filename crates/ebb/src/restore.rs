@@ -45,6 +45,10 @@ pub struct Args {
     /// Use a snapshot that belongs to another user or that others may write
     #[arg(long)]
     trust: bool,
+    /// Read what this file names ahead of the guest: the parts of the snapshot that another
+    /// machine has used at first, recorded by `ebb ctl SOCKET working-set FILE`
+    #[arg(long, value_name = "FILE")]
+    working_set: Option<PathBuf>,
     /// Continue although a disk was written after the snapshot was taken, or is a copy without the
     /// time of the original
     #[arg(long)]
@@ -53,9 +57,12 @@ pub struct Args {
 
 /// Runs the guest; the exit code reports how it ended.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let snapshot = SnapshotFile::open(&args.snapshot)?;
+    let mut snapshot = SnapshotFile::open(&args.snapshot)?;
     if !args.trust {
         snapshot.check_ownership()?;
+    }
+    if let Some(path) = &args.working_set {
+        snapshot.use_working_set(path)?;
     }
     if args.verify {
         crate::snapshot::verify(&snapshot)?;

@@ -9,7 +9,8 @@
 //!
 //! [`GuestRam::save`] writes memory to a sparse file, or while it is in use
 //! [`GuestRam::prepare_background_save`], and [`GuestRam::restore`] starts from one, reading pages
-//! on demand. [`GuestRam::share`] and [`GuestRam::adopt`] pass memory to another
+//! on demand; [`GuestRam::working_set`] tells which, and [`read_ahead`] reads them before the next
+//! machine does. [`GuestRam::share`] and [`GuestRam::adopt`] pass memory to another
 //! process.
 //!
 //! A live migration, which copies memory while it changes, finds populated pages with
@@ -84,6 +85,7 @@ pub use range_set::RangeSet;
 pub use ranges::{coalesce, huge_blocks_first};
 pub use region::{Backing, HugePages, Populate, Region, RegionSpec};
 pub use resident::{ProcessResidency, Residency};
+pub use restore::{MAX_WORKING_SET_EXTENTS, WORKING_SET_BLOCK_BYTES, WorkingSetError, read_ahead};
 pub use save::{BackgroundSave, BackgroundUnavailable, PreparedSave};
 pub use share::{SHARED_LAYOUT_VERSION, SharedLayout, SharedRam};
 pub use uffd::UffdUnavailable;

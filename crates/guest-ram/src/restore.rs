@@ -20,6 +20,12 @@ use crate::overlay::{Overlay, SnapshotFile, max_vmas};
 use crate::region::{Backing, HugePages, RegionSpec};
 use crate::{GuestRam, GuestRange, RamError, RamImage};
 
+mod working_set;
+
+pub use working_set::{
+    MAX_WORKING_SET_EXTENTS, WORKING_SET_BLOCK_BYTES, WorkingSetError, read_ahead,
+};
+
 impl GuestRam {
     /// Creates memory with the content that `image` describes, from `file`, where it begins at
     /// `file_offset_bytes`. Its backing is [`Backing::Anonymous`]; the regions must be those that

@@ -19,9 +19,10 @@ pub mod migrate;
 pub mod network;
 pub mod numa_merge;
 pub mod park;
+pub mod warm_start;
 
 /// All experiments, in the order of the list.
-pub static ALL: [&Experiment; 16] = [
+pub static ALL: [&Experiment; 17] = [
     &density::DENSITY,
     &memhog::MEMHOG,
     &inflate::INFLATE,
@@ -30,6 +31,7 @@ pub static ALL: [&Experiment; 16] = [
     &park::PARK,
     &fork::FORK,
     &clones::CLONES,
+    &warm_start::WARM_START,
     &migrate::MIGRATE,
     &faults::FAULTS,
     &clock::CLOCK,
@@ -71,7 +73,7 @@ mod tests {
         assert_eq!(
             message,
             "unknown experiment 'densitiy'; available: density, memhog, inflate, free-pages, \
-             churn, park, fork, clones, migrate, faults, clock, merge-speed, numa-merge, network, disk, boot"
+             churn, park, fork, clones, warm-start, migrate, faults, clock, merge-speed, numa-merge, network, disk, boot"
         );
     }
 

@@ -46,6 +46,8 @@ pub enum ThreadKind {
     /// Moves the machine to another monitor, or receives one; writes snapshots and parks the guest.
     /// The threads of data streams inherit the filter.
     Migrate,
+    /// Reads the working set of a snapshot ahead of the guest.
+    ReadAhead,
     /// Merges equal pages of guest memory.
     Merge,
     /// Forks the process, for checkpoints; in the new one, serves the checkpoint, and builds
@@ -58,7 +60,7 @@ pub enum ThreadKind {
 }
 
 impl ThreadKind {
-    const ALL: [Self; 13] = [
+    const ALL: [Self; 14] = [
         Self::Main,
         Self::Api,
         Self::Vcpu,
@@ -68,6 +70,7 @@ impl ThreadKind {
         Self::Disk,
         Self::Console,
         Self::Migrate,
+        Self::ReadAhead,
         Self::Merge,
         Self::Fork,
         Self::Companion,
@@ -406,6 +409,7 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
             allow(DISCARD);
             allow(MIGRATE);
         }
+        ThreadKind::ReadAhead => allow(&[libc::SYS_fadvise64]),
         ThreadKind::Merge => {
             allow(DISCARD);
             allow(MERGE);

@@ -64,6 +64,7 @@ mod tiny_kernel;
 mod trace;
 mod trim;
 mod vsock;
+mod working_set;
 
 use std::process::ExitCode;
 
@@ -86,6 +87,7 @@ const TESTS: &[&[Test]] = &[
     net::TESTS,
     park::TESTS,
     vsock::TESTS,
+    working_set::TESTS,
     disks::TESTS,
     firecracker::TESTS,
     driver::TESTS,

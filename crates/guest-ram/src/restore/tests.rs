@@ -1,7 +1,11 @@
 use super::*;
 use std::sync::MutexGuard;
 
+use rustix::fs::{Advice as FileAdvice, fadvise};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
 use crate::overlay::FileExtents;
+use crate::pagemap::{is_in_memory, mincore};
 use crate::{ImageError, Populate, Residency};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -103,6 +107,74 @@ fn nothing_is_in_memory_before_it_is_touched() {
     let new = GuestRam::new(&specs(MIB, None), Backing::Anonymous, HugePages::Off, Populate::Lazy)
         .unwrap();
     assert_eq!((new.is_restored(), new.file_backed_bytes()), (false, 0));
+}
+
+#[test]
+fn the_working_set_is_what_was_accessed_and_not_discarded() {
+    let (file, image) = first_region_full();
+    let ram = restore(&file, &image);
+    let blocks = |ram: &GuestRam| -> Vec<_> {
+        let set = ram.working_set().unwrap();
+        set.iter().map(|it| (it.offset_bytes / 65536, it.size_bytes / 65536)).collect()
+    };
+    assert_eq!(blocks(&ram), []);
+    // Copies; and ordinary memory, which does not come from the file.
+    fill(&ram, [MIB, MIB + 65536 + PAGE, 7 * MIB, 8 * MIB - PAGE, 4 * GIB].into_iter());
+    assert_eq!(blocks(&ram), [(16, 2), (112, 1), (127, 1)]);
+    ram.discard(&[pages(7 * MIB, PAGE)]).unwrap();
+    assert_eq!(blocks(&ram), [(16, 2), (127, 1)]);
+    // A page that is only read, with neighbours.
+    assert_eq!(read(&ram, 3 * MIB), value(3 * MIB));
+    let [(16, 2), (first, count), (127, 1)] = blocks(&ram)[..] else {
+        panic!("{:?}", blocks(&ram));
+    };
+    assert!((first..first + count).contains(&48) && first >= 32 && first + count <= 64);
+    // In the second region.
+    let (file, image) = saved(8 * MIB, std::iter::once(4 * GIB + MIB));
+    let ram = restore(&file, &image);
+    assert_eq!(read(&ram, 4 * GIB + MIB), value(4 * GIB + MIB));
+    assert_eq!(blocks(&ram), [(144, 1)]);
+
+    let new = GuestRam::new(&specs(MIB, None), Backing::Anonymous, HugePages::Off, Populate::Lazy)
+        .unwrap();
+    assert!(matches!(new.working_set(), Err(WorkingSetError::NotRestored)));
+}
+
+/// Pages of a file in the page cache.
+fn cached_pages(file: &File) -> usize {
+    let size_bytes = file.metadata().unwrap().len() as usize;
+    let address = std::ptr::null_mut();
+    // SAFETY: a new mapping, which nothing refers to.
+    let address = unsafe { mmap(address, size_bytes, ProtFlags::READ, MapFlags::SHARED, file, 0) };
+    let address = address.unwrap();
+    let mut states = vec![0; size_bytes / PAGE as usize];
+    mincore(address as usize, &mut states).unwrap();
+    // SAFETY: the mapping made above.
+    unsafe { munmap(address, size_bytes) }.unwrap();
+    states.into_iter().filter(|state| is_in_memory(*state)).count()
+}
+
+#[test]
+fn what_is_read_ahead_is_in_the_page_cache_and_nothing_else() {
+    // Not in /tmp, which may be in memory.
+    let file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &vec![1; 16 << 20], 0).unwrap();
+    file.sync_all().unwrap();
+    let drop_cache = || fadvise(&file, 0, None, FileAdvice::DontNeed).unwrap();
+    drop_cache();
+    assert_eq!(cached_pages(&file), 0, "this file system has no page cache");
+    let part = |offset_bytes, size_bytes| Extent { offset_bytes, size_bytes };
+    let extents = [part(12 * MIB, 3 * MIB), part(5 * MIB, 65536), part(6 * MIB, 0)];
+    read_ahead(&file, MIB, &extents).unwrap();
+    let pages = (3 * MIB + 65536) / PAGE;
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
+    while cached_pages(&file) < pages as usize && std::time::Instant::now() < deadline {
+        std::thread::yield_now();
+    }
+    assert_eq!(cached_pages(&file), pages as usize);
+    // Beyond the end of the file there is nothing to read.
+    read_ahead(&file, MIB, &[part(64 * MIB, MIB)]).unwrap();
+    assert_eq!(cached_pages(&file), pages as usize);
 }
 
 #[test]

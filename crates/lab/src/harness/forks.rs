@@ -3,6 +3,7 @@
 //! The guest of a template has a service that sends back what arrives on a socket of the host. Its
 //! forks continue it, so that the time of the first answer is that of a program in the guest.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::fd::AsFd as _;
@@ -16,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use ebb_agent::protocol::Command;
 use ebb_agent::vsock::Service;
-use ebb_vmm::api::{CheckpointReport, Client, SnapshotReport, SnapshotTarget};
+use ebb_vmm::api::{CheckpointReport, Client, SnapshotReport, SnapshotTarget, VmInfo, VmState};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -26,6 +27,7 @@ use crate::LabError;
 use crate::error::GuestProblem;
 use crate::harness::guest::Guest;
 use crate::harness::merging::Merging;
+use crate::harness::proc;
 use crate::harness::size::GuestSize;
 use crate::harness::testbed::Testbed;
 
@@ -126,7 +128,15 @@ impl Template {
     /// # Errors
     /// [`LabError::Guest`].
     pub fn snapshot(&self) -> Result<Snapshot, LabError> {
-        Snapshot::take(TEMPLATE, &self.client(), self.directory.path().join("template.snapshot"))
+        self.snapshot_to(self.directory.path().join("template.snapshot"))
+    }
+
+    /// The same, to this file.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn snapshot_to(&self, path: PathBuf) -> Result<Snapshot, LabError> {
+        Snapshot::take(TEMPLATE, &self.client(), path, Arc::clone(&self.directory))
     }
 
     /// Ends its monitor, and waits until the memory of that is free.
@@ -141,13 +151,25 @@ pub struct Snapshot {
     /// The monitor's report.
     pub report: SnapshotReport,
     path: PathBuf,
+    /// For sockets of the machines that are restored.
+    directory: Arc<TempDir>,
 }
 
 impl Snapshot {
-    fn take(guest: u32, client: &Client, path: PathBuf) -> Result<Self, LabError> {
+    fn take(
+        guest: u32,
+        client: &Client,
+        path: PathBuf,
+        directory: Arc<TempDir>,
+    ) -> Result<Self, LabError> {
         let report = ebb_vmm::snapshot::take(client, &path)
             .map_err(|error| LabError::unexpected(guest, error))?;
-        Ok(Self { report, path })
+        Ok(Self { report, path, directory })
+    }
+
+    /// Its file.
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Restores it once; returns the time from the start of `ebb restore` to the first answer. The
@@ -156,14 +178,103 @@ impl Snapshot {
     /// # Errors
     /// Those of a guest's start.
     pub fn restore(&self, testbed: &Testbed<'_>, number: u32) -> Result<Duration, LabError> {
-        let socket = |kind: &str| self.path.with_file_name(format!("restored-{number}.{kind}"));
-        let vsock = socket("vsock");
-        let mut command = testbed.restore_command(&self.path, &socket("sock"));
-        command.args(["--vsock", &format!("path={}", vsock.display())]);
+        let mut restored = self.start(testbed, number, &[])?;
+        restored.wait_answer()?;
+        Ok(restored.elapsed())
+    }
+
+    /// Begins to restore it, with further options of `ebb restore`.
+    ///
+    /// # Errors
+    /// Those of a guest's start.
+    pub fn start(
+        &self,
+        testbed: &Testbed<'_>,
+        number: u32,
+        options: &[&OsStr],
+    ) -> Result<Restored, LabError> {
+        let socket = |kind| self.directory.path().join(format!("restored-{number}.{kind}"));
+        let (api, vsock) = (socket("sock"), socket("vsock"));
+        let mut command = testbed.restore_command(&self.path, &api);
+        command.args(["--vsock", &format!("path={}", vsock.display())]).args(options);
         let begun = Instant::now();
-        let mut guest = Guest::start(number, command)?;
-        wait_answer(number, &vsock, || guest.ended_by_itself())?;
-        Ok(begun.elapsed())
+        Ok(Restored { guest: Guest::start(number, command)?, begun, api, vsock })
+    }
+}
+
+/// A machine that was restored from a snapshot. Its monitor ends when this is dropped.
+pub struct Restored {
+    guest: Guest,
+    begun: Instant,
+    api: PathBuf,
+    vsock: PathBuf,
+}
+
+impl Restored {
+    /// Its guest.
+    pub fn guest(&mut self) -> &mut Guest {
+        &mut self.guest
+    }
+
+    /// The socket of its API.
+    pub fn api(&self) -> &Path {
+        &self.api
+    }
+
+    /// Time since the start of its monitor.
+    pub fn elapsed(&self) -> Duration {
+        self.begun.elapsed()
+    }
+
+    /// Waits until a program of its guest answers.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn wait_answer(&mut self) -> Result<(), LabError> {
+        wait_answer(self.guest.number(), &self.vsock, || self.guest.ended_by_itself())
+    }
+
+    /// Waits until its monitor has built it and leaves it paused.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn wait_paused(&mut self) -> Result<(), LabError> {
+        let client = Client::new(&self.api, API_LIMIT);
+        let deadline = Instant::now() + ANSWER_LIMIT;
+        let is_paused = || client.get::<VmInfo>("/vm").is_ok_and(|vm| vm.state == VmState::Paused);
+        while !is_paused() {
+            if let Some(error) = self.guest.ended_by_itself() {
+                return Err(error);
+            }
+            if Instant::now() > deadline {
+                let problem =
+                    GuestProblem::TimeOut { what: "restored machine", limit: ANSWER_LIMIT };
+                return Err(self.guest.failed(problem));
+            }
+            thread::sleep(RETRY);
+        }
+        Ok(())
+    }
+
+    /// Lets it run.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn resume(&self) -> Result<(), LabError> {
+        let resumed = Client::new(&self.api, API_LIMIT).put::<VmInfo>("/vm/resume");
+        let number = self.guest.number();
+        resumed.map(drop).map_err(|error| LabError::unexpected(number, error))
+    }
+
+    /// Page faults of its monitor and its guest that have waited for a disk.
+    ///
+    /// # Errors
+    /// [`LabError::SystemFile`].
+    pub fn major_faults(&self) -> Result<u64, LabError> {
+        let path = format!("/proc/{}/stat", self.guest.pid());
+        let text = fs::read_to_string(&path).map_err(LabError::of_file(&path))?;
+        let none = || LabError::of_file(&path)(std::io::ErrorKind::InvalidData.into());
+        proc::major_faults(&text).ok_or_else(none)
     }
 }
 
@@ -225,7 +336,8 @@ impl Checkpoint {
         let fork = |(index, made): (u32, Made)| {
             let pid = Pid::from_raw(made.pid)?;
             let (api, vsock) = (of(&api, index), of(&vsock, index));
-            Some(Fork { number: first + index, pid, api, vsock, ebb: self.ebb.clone() })
+            let (ebb, directory) = (self.ebb.clone(), Arc::clone(&self.directory));
+            Some(Fork { number: first + index, pid, api, vsock, ebb, directory })
         };
         Ok((0..).zip(report.machines).filter_map(fork).collect())
     }
@@ -245,6 +357,7 @@ pub struct Fork {
     api: PathBuf,
     vsock: PathBuf,
     ebb: PathBuf,
+    directory: Arc<TempDir>,
 }
 
 impl Fork {
@@ -297,7 +410,8 @@ impl Fork {
         let target = SnapshotTarget { path: path.clone() };
         let report = self.client().put_json_with("/vm/snapshot", &target, &[file.as_fd()]);
         let report = report.map_err(|error| LabError::unexpected(self.number, error))?;
-        Ok(Snapshot { report, path })
+        let directory = Arc::clone(&self.directory);
+        Ok(Snapshot { report, path, directory })
     }
 }
 

@@ -135,6 +135,11 @@ pub fn minor_faults(text: &str) -> Option<u64> {
     stat_fields(text, 10)?.next()?.parse().ok()
 }
 
+/// The same for page faults that have waited for a disk.
+pub fn major_faults(text: &str) -> Option<u64> {
+    stat_fields(text, 12)?.next()?.parse().ok()
+}
+
 /// The fields of `/proc/PID/stat` from number `first` on, which is after the name (proc(5)).
 fn stat_fields(text: &str, first: usize) -> Option<impl Iterator<Item = &str>> {
     // The name, in parentheses, may contain parentheses; after it follows the state, which is field

@@ -20,6 +20,7 @@ use super::vm::{
     CheckpointReport, CheckpointTarget, ConsoleInfo, SnapshotReport, SnapshotTarget, TrimReport,
     VmInfo, VmState,
 };
+use super::working_set::WorkingSet;
 
 /// A virtual machine as the API sees it.
 pub trait Machine: Send + Sync {
@@ -68,6 +69,8 @@ pub enum Operation {
     /// its memory is copied if it cannot run meanwhile. After any error the machine is as before. A
     /// client that hangs up cancels it.
     Snapshot(SnapshotTarget),
+    /// `GET /vm/working-set`: the parts of its snapshot that a restored machine has accessed.
+    WorkingSet,
     /// `PUT /vm/checkpoint`: keeps the machine in memory, in a process that serves the socket which
     /// is the one descriptor of the request. A running machine stands still for the state of its
     /// vCPUs and devices, and while its memory is made copy-on-write.
@@ -170,6 +173,7 @@ pub enum Document {
     Park(ParkReport),
     ParkStatus(ParkStatus),
     Snapshot(SnapshotReport),
+    WorkingSet(WorkingSet),
     Checkpoint(CheckpointReport),
     Migration(Box<MigrationStatus>),
     Balloon(BalloonInfo),

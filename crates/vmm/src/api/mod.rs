@@ -43,6 +43,7 @@ pub mod route;
 pub mod server;
 pub mod statistics;
 pub mod vm;
+pub mod working_set;
 
 mod connection;
 mod descriptors;
@@ -66,6 +67,7 @@ pub use reply::OPENAPI_JSON;
 pub use server::{ApiError, ApiServer, ApiSocket};
 pub use statistics::*;
 pub use vm::*;
+pub use working_set::*;
 
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use fuzzing::fuzz_client;

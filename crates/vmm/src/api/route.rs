@@ -49,7 +49,7 @@ const fn route_to(method: Method, path: &'static str, build: Build) -> Route {
 }
 
 /// All routes.
-pub const ROUTES: [Route; 30] = [
+pub const ROUTES: [Route; 31] = [
     route_to(Method::Get, "/openapi.json", |request| plain(request, Operation::OpenApi)),
     route_to(Method::Get, "/vm", |request| plain(request, Operation::VmInfo)),
     route_to(Method::Put, "/vm/pause", |request| plain(request, Operation::Pause)),
@@ -59,6 +59,7 @@ pub const ROUTES: [Route; 30] = [
     route_to(Method::Get, "/vm/park", |request| plain(request, Operation::ParkStatus)),
     route_to(Method::Put, "/vm/park", |request| with_optional(request, Operation::Park)),
     route_to(Method::Put, "/vm/snapshot", |request| with(request, Operation::Snapshot)),
+    route_to(Method::Get, "/vm/working-set", |request| plain(request, Operation::WorkingSet)),
     route_to(Method::Put, "/vm/checkpoint", |request| with(request, Operation::Checkpoint)),
     route_to(Method::Put, "/vm/migrate", |request| {
         with(request, |migration| Operation::Migrate(Box::new(migration)))

@@ -210,8 +210,10 @@ fn of_kind(kind: ThreadKind) -> &'static [u64] {
         ThreadKind::Net => &[KVM_IRQ_LINE, crate::devices::virtio::net::TUNSETOFFLOAD],
         ThreadKind::Device | ThreadKind::Vsock => &[KVM_IRQ_LINE],
         // Never issued: the list must not be empty, or every request would pass.
-        ThreadKind::Console | ThreadKind::Companion | ThreadKind::Broker | ThreadKind::Fork => {
-            &[libc::FIONBIO]
-        }
+        ThreadKind::Console
+        | ThreadKind::ReadAhead
+        | ThreadKind::Companion
+        | ThreadKind::Broker
+        | ThreadKind::Fork => &[libc::FIONBIO],
     }
 }

@@ -11,6 +11,7 @@ use rustix::fs::{FileType, OFlags};
 use rustix::io::Errno;
 use twox_hash::XxHash3_64;
 
+use super::working_set::ReadAhead;
 use super::{MachineState, SnapshotError};
 
 /// Format version of the file. Incremented when an older monitor would misread the file. Since 2,
@@ -134,6 +135,8 @@ pub struct SnapshotFile {
     pub state: MachineState,
     /// Location of the RAM's content.
     pub ram: RamImage,
+    /// What is read ahead of the guest.
+    pub(crate) read_ahead: Option<ReadAhead>,
 }
 
 impl SnapshotFile {
@@ -161,7 +164,7 @@ impl SnapshotFile {
             .map_err(|error| damaged(format!("its state is invalid: {error}")))?;
         state.validate(header.ram_bytes).map_err(damaged)?;
         let ram = state.take_ram(header.ram_bytes).map_err(damaged)?;
-        Ok(Self { path: path.to_owned(), file, header, state, ram })
+        Ok(Self { path: path.to_owned(), file, header, state, ram, read_ahead: None })
     }
 
     /// Refuses a file that another user than this process's and root could change while a machine

@@ -20,6 +20,7 @@ pub mod processor;
 pub mod state;
 #[cfg(test)]
 pub(crate) mod tests;
+pub mod working_set;
 
 use std::path::PathBuf;
 
@@ -81,6 +82,18 @@ pub enum SnapshotError {
         expected: u64,
         /// Bytes it has.
         found: u64,
+    },
+    /// Not the file of a working set, or that of another snapshot.
+    #[error(
+        "the working set {}: {problem}; record it again with `ebb ctl SOCKET working-set FILE`, or \
+         omit the option",
+        path.display()
+    )]
+    WorkingSet {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
     },
     /// The content differs from what was written.
     #[error(
@@ -258,6 +271,7 @@ pub fn fuzz_snapshot(bytes: &[u8]) {
     if let Ok(header) = file::Header::parse(path, bytes, u64::MAX) {
         assert!(header.state_offset.checked_add(header.state_bytes).is_some());
     }
+    working_set::fuzz(bytes);
     if let Ok(mut state) = serde_json::from_slice::<MachineState>(bytes)
         && let ram_bytes = state.machine.memory_bytes
         && state.validate(ram_bytes).is_ok()

@@ -481,6 +481,21 @@ proptest! {
         fuzz_snapshot(&bytes);
     }
 
+    /// The same on files of working sets.
+    #[test]
+    fn no_working_set_makes_the_reader_fail(
+        parts in prop::collection::vec((0..40_u32, 0..40_u32, any::<[bool; 2]>()), 0..64)
+    ) {
+        let number = |bits: u32, last: bool| (1_u64 << bits) - u64::from(last);
+        let extents = parts.iter().map(|&(offset, size, [early, short])| {
+            let (offset_bytes, size_bytes) = (number(offset, early), number(size, short));
+            serde_json::json!({ "offset_bytes": offset_bytes, "size_bytes": size_bytes })
+        });
+        let extents: Vec<_> = extents.collect();
+        let set = serde_json::json!({ "snapshot": "0123456789abcdef", "extents": extents });
+        fuzz_snapshot(&serde_json::to_vec(&set).unwrap());
+    }
+
     /// The same on arbitrary headers.
     #[test]
     fn no_header_makes_the_reader_fail(

@@ -55,6 +55,7 @@ use crate::probe;
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::file::RAM_OFFSET_BYTES;
 use crate::snapshot::processor::Processor;
+use crate::snapshot::working_set::ReadAhead;
 use crate::snapshot::{MachineState, SnapshotError, SnapshotFile};
 
 /// The machine and what the event loop needs besides it.
@@ -130,6 +131,22 @@ impl Origin {
     /// When its disks are locked: those of another monitor are not free yet.
     pub(super) fn disk_lock(&self) -> DiskLock {
         if matches!(self, Self::Migration(_)) { DiskLock::Later } else { DiskLock::Now }
+    }
+
+    /// The snapshot that it continues from.
+    pub(super) fn snapshot(&self) -> Option<&SnapshotFile> {
+        match self {
+            Self::Snapshot(snapshot) => Some(snapshot),
+            _ => None,
+        }
+    }
+
+    /// What is to be read ahead of its guest.
+    pub(super) fn take_read_ahead(&mut self) -> Option<ReadAhead> {
+        match self {
+            Self::Snapshot(snapshot) => snapshot.read_ahead.take(),
+            _ => None,
+        }
     }
 
     fn is_kernel(&self) -> bool {
@@ -216,6 +233,7 @@ pub(super) fn build(
     let cpuid = processor(kvm, config.cpus, origin.processor())?;
     let vm_fd = create_vm(kvm)?;
     let ram = guest_ram(&config, &mut origin)?;
+    let restored_from = origin.snapshot().map(|snapshot| snapshot.header.state_checksum);
     register_memory(&vm_fd, &ram)?;
     let merging = match &mut origin {
         Origin::Fork(inherited) => inherited.merging.take(),
@@ -338,6 +356,7 @@ pub(super) fn build(
         start_parts: OnceLock::new(),
         process_memory,
         forkable,
+        restored_from,
         isolation: IsolationInfo::default(),
         companion: None,
         parked: Mutex::new(None),

@@ -18,6 +18,7 @@ use crate::api::control::{ControlError, Document, Machine, Operation, Outcome};
 use crate::api::metrics::{KindCount, Metrics};
 use crate::api::migration::MigrationRequest;
 use crate::api::vm::{SnapshotTarget, TrimReport, VmInfo, VmState};
+use crate::api::working_set::WorkingSet;
 use crate::exit::GuestExit;
 
 impl Machine for Vm {
@@ -41,6 +42,7 @@ impl Machine for Vm {
             Operation::Park(request) => return self.ask_park(request),
             Operation::ParkStatus => return Ok(self.park_status()),
             Operation::Snapshot(target) => return self.snapshot(target, descriptors),
+            Operation::WorkingSet => Document::WorkingSet(self.working_set()?),
             Operation::Checkpoint(target) => return self.ask_checkpoint(target, descriptors),
             Operation::Migrate(request) => {
                 self.migrate(*request, descriptors)?;
@@ -192,6 +194,17 @@ impl Vm {
         }
         self.not_being_copied()?;
         self.trim_some().map_err(ControlError::failed)
+    }
+
+    fn working_set(&self) -> Result<WorkingSet, ControlError> {
+        let snapshot = self.restored_from.ok_or_else(|| {
+            ControlError::wrong_state(
+                "this virtual machine was not restored from a snapshot",
+                "ask a machine that `ebb restore` has started",
+            )
+        })?;
+        let extents = self.ram.working_set().map_err(ControlError::failed)?;
+        Ok(WorkingSet::new(snapshot, &extents))
     }
 
     fn snapshot(

@@ -27,6 +27,7 @@ use crate::file::readable;
 use crate::isolation::{Companion, Isolation, KeptName, Sockets};
 use crate::own_pages::release_program_pages;
 use crate::seccomp::{Filters, ThreadKind};
+use crate::snapshot::working_set::ReadAhead;
 use crate::snapshot::{Overrides, SnapshotFile};
 
 pub(super) mod signals;
@@ -124,7 +125,7 @@ fn run_from(
 
 fn run_machine(
     mut config: VmConfig,
-    origin: Origin,
+    mut origin: Origin,
     start: Start,
     front: &mut Option<Front>,
 ) -> Result<GuestExit, VmError> {
@@ -150,6 +151,9 @@ fn run_machine(
     let filters = Filters::new(config.seccomp)?.with_rights(isolation.rights());
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
     start_log(&filters, &exit)?;
+    if let Some(read_ahead) = origin.take_read_ahead() {
+        start_read_ahead(read_ahead, &filters, &exit)?;
+    }
     parts.end("isolate", Instant::now());
     let resources = Resources::open(&config, nets, &isolation, origin.disk_lock())?;
     let Built { mut vm, input_read, ready_at } = build(config, origin, resources, &filters, &exit)?;
@@ -205,6 +209,25 @@ fn run_machine(
     }
     begun?;
     Ok(wait_for_end(&vm, &signals, console, on_reboot))
+}
+
+/// Begins to read what the guest will need. A failure costs the guest time only.
+fn start_read_ahead(
+    read_ahead: ReadAhead,
+    filters: &Filters,
+    exit: &Arc<ExitSignal>,
+) -> Result<(), VmError> {
+    let (filter, exit) = (filters.for_thread(ThreadKind::ReadAhead), exit.clone());
+    let read = move || match filter.apply() {
+        Ok(()) => {
+            if let Err(error) = read_ahead.carry_out() {
+                tracing::warn!("cannot read the working set of the snapshot: {error}");
+            }
+        }
+        Err(error) => exit.raise(GuestExit::Monitor { message: error.to_string() }),
+    };
+    let thread = std::thread::Builder::new().name("read-ahead".to_owned()).spawn(read);
+    thread.map(drop).map_err(VmError::host("start the thread that reads ahead"))
 }
 
 /// From here on, no thread waits for standard error.

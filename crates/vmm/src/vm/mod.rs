@@ -271,6 +271,8 @@ pub struct Vm {
     process_memory: ProcessMemory,
     /// What checkpoints need, where they are allowed.
     forkable: Option<Forkable>,
+    /// The checksum in the snapshot that the machine was restored from.
+    restored_from: Option<u64>,
     /// The isolation of the monitor, for the API.
     isolation: IsolationInfo,
     /// Opens files that API clients name; `None` without an API.

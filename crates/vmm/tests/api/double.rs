@@ -292,6 +292,13 @@ impl Machine for TestVm {
                 }),
             }),
             Operation::Snapshot(target) => Document::Snapshot(self.snapshot(&target)?),
+            Operation::WorkingSet => {
+                drop(self.change(Needs::Nothing)?);
+                Document::WorkingSet(WorkingSet {
+                    snapshot: "0123456789abcdef".into(),
+                    extents: vec![WorkingSetExtent { offset_bytes: 1 << 20, size_bytes: 1 << 16 }],
+                })
+            }
             Operation::Checkpoint(target) => {
                 drop(self.change(Needs::Nothing)?);
                 Document::Checkpoint(CheckpointReport {

@@ -38,6 +38,7 @@ fn schemas() -> Map<String, Value> {
     replies.subschema_for::<BalloonInfo>();
     replies.subschema_for::<StatisticsDocument>();
     replies.subschema_for::<CheckpointReport>();
+    replies.subschema_for::<WorkingSet>();
     replies.subschema_for::<FreePagesReport>();
     replies.subschema_for::<ReclaimReport>();
     replies.subschema_for::<MigrationStatus>();

@@ -47,6 +47,7 @@ fn finds_every_operation() {
             r#"{"path": "/a b/c"}"#,
             Operation::Snapshot(SnapshotTarget { path: "/a b/c".into() }),
         ),
+        ("GET", "/vm/working-set", "", Operation::WorkingSet),
         ("PUT", "/vm/kill", "\n", Operation::Kill),
         ("GET", "/disks", "", Operation::Disks),
         (
