@@ -10,6 +10,7 @@ use std::time::Duration;
 use ebb_abi::PAGE_SIZE_BYTES;
 use rustix::fs::{FileType, fstat};
 use rustix::io::Errno;
+use rustix::process::{Pid, getpid};
 
 #[cfg(feature = "merge")]
 mod moves;
@@ -87,7 +88,11 @@ const _: () = assert!(size_of::<Api>() == 24 && size_of::<Register>() == 32);
 
 /// A userfaultfd.
 #[derive(Debug)]
-pub(crate) struct Userfaultfd(OwnedFd);
+pub(crate) struct Userfaultfd {
+    descriptor: OwnedFd,
+    /// The process to whose memory it belongs: the one that has made it.
+    process: Pid,
+}
 
 impl Userfaultfd {
     /// Opens one whose registered memory blocks writers of protected pages until they are no longer
@@ -111,7 +116,7 @@ impl Userfaultfd {
         let descriptor = open(device)?;
         Self::handshake(&descriptor, features)
             .map_err(|source| UffdUnavailable::Refused { action, source })?;
-        Ok(Self(descriptor))
+        Ok(Self { descriptor, process: getpid() })
     }
 
     fn handshake(descriptor: &OwnedFd, features: u64) -> io::Result<u64> {
@@ -123,7 +128,13 @@ impl Userfaultfd {
 
     /// Its number, for a forked process, in which it is of no use.
     pub(crate) fn number(&self) -> RawFd {
-        self.0.as_raw_fd()
+        self.descriptor.as_raw_fd()
+    }
+
+    /// Whether this process has made it. In one that was forked since, the number means the memory
+    /// of the old process, or another file. System call: `getpid`.
+    pub(crate) fn is_of_this_process(&self) -> bool {
+        self.process == getpid()
     }
 
     /// Watches `size_bytes` from `address` on, also if they were watched for fewer events before.
@@ -146,7 +157,7 @@ impl Userfaultfd {
         let mut register = Register { range: range(address, size_bytes), mode, ioctls: 0 };
         // SAFETY: UFFDIO_REGISTER reads and writes one `struct uffdio_register`. It changes no
         // content of memory.
-        unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_REGISTER, &raw mut register) }
+        unsafe { ioctl(self.descriptor.as_raw_fd(), UFFDIO_REGISTER, &raw mut register) }
     }
 
     /// Stops watching memory. Its pages count as written from now on. Threads that wait to write
@@ -156,14 +167,14 @@ impl Userfaultfd {
         let mut range = range(address, size_bytes);
         // SAFETY: UFFDIO_UNREGISTER reads one `struct uffdio_range`. It changes no content of
         // memory.
-        unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_UNREGISTER, &raw mut range) }
+        unsafe { ioctl(self.descriptor.as_raw_fd(), UFFDIO_UNREGISTER, &raw mut range) }
     }
 
     /// Wakes threads that block on a page of this range.
     pub(crate) fn wake(&self, address: usize, size_bytes: usize) -> io::Result<()> {
         let mut range = range(address, size_bytes);
         // SAFETY: UFFDIO_WAKE reads one `struct uffdio_range`. It changes no memory.
-        unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_WAKE, &raw mut range) }
+        unsafe { ioctl(self.descriptor.as_raw_fd(), UFFDIO_WAKE, &raw mut range) }
     }
 
     /// Adds to `found` the addresses of pages that threads wait to write to, each of them once.
@@ -171,7 +182,7 @@ impl Userfaultfd {
     pub(crate) fn read_faults(&self, found: &mut Vec<usize>) -> io::Result<()> {
         let mut buffer = [0; MESSAGES * MESSAGE_BYTES];
         loop {
-            let length = match rustix::io::read(&self.0, &mut buffer) {
+            let length = match rustix::io::read(&self.descriptor, &mut buffer) {
                 Ok(length) => length,
                 Err(Errno::AGAIN) => return Ok(()),
                 Err(Errno::INTR) => continue,
@@ -192,7 +203,7 @@ impl Userfaultfd {
         let mut protect = WriteProtect { range: range(address, size_bytes), mode: PROTECT };
         // SAFETY: UFFDIO_WRITEPROTECT reads one `struct uffdio_writeprotect`. It changes no content
         // of memory.
-        unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut protect) }
+        unsafe { ioctl(self.descriptor.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut protect) }
     }
 
     /// Removes the write protection, and wakes threads that wait for it; the pages count as written
@@ -201,7 +212,7 @@ impl Userfaultfd {
         let mut protect = WriteProtect { range: range(address, size_bytes), mode: 0 };
         // SAFETY: UFFDIO_WRITEPROTECT reads one `struct uffdio_writeprotect`. It changes no content
         // of memory.
-        unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut protect) }
+        unsafe { ioctl(self.descriptor.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut protect) }
     }
 }
 

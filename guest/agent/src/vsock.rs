@@ -181,7 +181,11 @@ pub fn connect(port: u32) -> io::Result<File> {
     Ok(socket.into())
 }
 
-fn listen(port: u32) -> io::Result<OwnedFd> {
+/// Listens on a port, for the host and for this guest.
+///
+/// # Errors
+/// Those of bind(2) and listen(2).
+pub fn listen(port: u32) -> io::Result<OwnedFd> {
     let socket = socket()?;
     let (address, length) = address(libc::VMADDR_CID_ANY, port);
     // SAFETY: the address is valid for its length during the call.

@@ -554,7 +554,7 @@ fn pid_of(listed: &Value) -> i64 {
 }
 
 /// Processes that hold a checkpoint.
-fn holders() -> BTreeSet<i64> {
+pub fn holders() -> BTreeSet<i64> {
     let processes = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap());
     processes
         .filter_map(|process| {

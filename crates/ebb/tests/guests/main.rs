@@ -20,8 +20,10 @@ mod disks;
 mod driver;
 mod ends;
 mod exec;
+mod false_agent;
 mod firecracker;
 mod fork;
+mod fork_bad;
 mod guest;
 mod harness;
 mod hostile;
@@ -104,6 +106,7 @@ const TESTS: &[&[Test]] = &[
     bad_input::TESTS,
     hostile::TESTS,
     fork::TESTS,
+    fork_bad::TESTS,
     snapshot::TESTS,
     saving::TESTS,
     kills::TESTS,
@@ -129,6 +132,9 @@ fn main() -> ExitCode {
         words.iter().map(String::as_str).collect::<Vec<_>>()[..]
     {
         return hostile_driver::main(seed, rounds);
+    }
+    if words.get(1).is_some_and(|first| first == false_agent::ARGUMENT) {
+        return false_agent::main();
     }
     if let Some((hostile_driver::attacker::ARGUMENT, rest)) =
         words.get(1).map(|first| (first.as_str(), &words[2..]))

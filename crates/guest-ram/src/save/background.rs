@@ -97,7 +97,7 @@ impl GuestRam {
     }
 
     /// Begins to save this memory: discards are inhibited from now on, and memory is registered for
-    /// protection. It may be in use. System calls: `ioctl` (`UFFDIO_REGISTER`; in the end
+    /// protection. It may be in use. System calls: `getpid`, `ioctl` (`UFFDIO_REGISTER`; in the end
     /// `UFFDIO_UNREGISTER`, `UFFDIO_WAKE`).
     ///
     /// # Errors
@@ -112,6 +112,9 @@ impl GuestRam {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return Err(BackgroundUnavailable::InUse),
         };
+        if !userfaultfd.is_of_this_process() {
+            return Err(BackgroundUnavailable::Forked);
+        }
         let inhibited = self.inhibit_discard(InhibitReason::BackgroundSnapshot);
         // Before anything is registered: it is unregistered even after an error.
         let watched = Watched { ram: self, userfaultfd, _inhibited: inhibited };

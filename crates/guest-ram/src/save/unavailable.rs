@@ -40,6 +40,11 @@ pub enum BackgroundUnavailable {
     #[error("it was not enabled for this memory")]
     NotEnabled,
 
+    /// It was enabled in the process that this one was forked from, and a userfaultfd belongs to the
+    /// memory of one process.
+    #[error("it was enabled before this process was forked, and not in it")]
+    Forked,
+
     /// Another save of this memory is in progress.
     #[error("another save of this memory is in progress")]
     InUse,

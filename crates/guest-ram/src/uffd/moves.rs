@@ -113,7 +113,7 @@ impl Userfaultfd {
             MovePages { dst: to as u64, src: from as u64, len: size_bytes as u64, mode, copied: 0 };
         // SAFETY: UFFDIO_MOVE reads and writes one `struct uffdio_move`. The caller guarantees the
         // validity of the memory.
-        let result = unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_MOVE, &raw mut pages) };
+        let result = unsafe { ioctl(self.descriptor.as_raw_fd(), UFFDIO_MOVE, &raw mut pages) };
         let stopped =
             result.err().map(|error| Errno::from_io_error(&error).unwrap_or(Errno::INVAL));
         Moved { bytes: usize::try_from(pages.copied).unwrap_or(0), stopped }
@@ -138,6 +138,6 @@ impl Userfaultfd {
         };
         // SAFETY: UFFDIO_COPY reads and writes one `struct uffdio_copy`, and fills only absent
         // pages.
-        unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_COPY, &raw mut pages) }
+        unsafe { ioctl(self.descriptor.as_raw_fd(), UFFDIO_COPY, &raw mut pages) }
     }
 }

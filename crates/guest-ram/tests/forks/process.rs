@@ -15,7 +15,10 @@ use std::thread;
 use std::time::Duration;
 
 use ebb_abi::Pfn;
-use ebb_guest_ram::{Backing, GuestRam, GuestRange, HugePages, Populate, RamImage, RegionSpec};
+use ebb_guest_ram::{
+    BackgroundUnavailable, Backing, GuestRam, GuestRange, HugePages, Populate, PreparedSave,
+    RamImage, RegionSpec,
+};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 use crate::link::{Answer, Command, Link, Role};
@@ -212,10 +215,9 @@ impl Process {
         writes: &[Span],
     ) -> Result<(RamImage, SaveKind)> {
         let file = File::options().read(true).write(true).create_new(true).open(path)?;
-        // A userfaultfd belongs to the process that has opened it.
-        let prepared = match (kind, self.place) {
-            (SaveKind::Background, Place::First) => self.ram.prepare_background_save().ok(),
-            _ => None,
+        let prepared = match kind {
+            SaveKind::Background => self.prepare()?,
+            SaveKind::Plain => None,
         };
         let saved = match prepared {
             None => (self.ram.save(&file, 0, &mut |_| {})?, SaveKind::Plain),
@@ -235,6 +237,18 @@ impl Process {
         };
         writes.iter().try_for_each(|span| write(self.ram, span))?;
         Ok(saved)
+    }
+
+    /// Prepares a save of memory in use, where that is possible. A userfaultfd belongs to the process
+    /// that has opened it: one that was forked is told so.
+    fn prepare(&self) -> Result<Option<PreparedSave<'_>>> {
+        match (self.ram.prepare_background_save(), self.place) {
+            (Ok(prepared), Place::First) => Ok(Some(prepared)),
+            (Err(BackgroundUnavailable::NotEnabled | BackgroundUnavailable::Overlay), _)
+            | (Err(BackgroundUnavailable::Forked), Place::Forked) => Ok(None),
+            (Ok(_), Place::Forked) => Err("a forked process has its parent's userfaultfd".into()),
+            (Err(error), _) => Err(error.into()),
+        }
     }
 
     fn hashes(&self, look: Look) -> Result<Vec<u64>> {

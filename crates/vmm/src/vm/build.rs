@@ -1,18 +1,16 @@
-//! Builds a virtual machine from its configuration or a snapshot.
+//! Builds a virtual machine of its configuration and its sources ([`super::origin`]).
 
-use std::fs::File;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
-use ebb_guest_ram::{GuestMemory, GuestRam, Populate, RegionSpec, SharedRam};
+use ebb_guest_ram::{GuestMemory, GuestRam};
 use ebb_kvm_clock::Kilohertz;
 use kvm_bindings::{
     CpuId, KVM_MEM_READONLY, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region,
 };
 use kvm_ioctls::{IoEventAddress, Kvm, VmFd};
 use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INTERRUPT_ACK, VIRTIO_MMIO_QUEUE_NOTIFY};
-use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::control::ProcessMemory;
@@ -23,16 +21,15 @@ use super::limits::Throttled;
 use super::merge::Merging;
 use super::migration::description::capabilities;
 use super::net::NetDevice;
+use super::origin::{Origin, Resources, guest_ram, open_image};
 use super::save::{UserfaultfdBy, prepare_for_copies};
 use super::snapshot::capture_interrupts;
-use super::vsock::{VsockHandle, VsockSockets};
+use super::vsock::VsockHandle;
 use super::{Vm, VmError, fork};
 use crate::acpi::{MmioDevice, NumaNode, Platform};
 use crate::api::vm::{ClockInfo, VmState};
-use crate::boot::BootImage;
 use crate::clock::{GuestClockError, TscFrequencies};
-use crate::config::{ConfigError, MacAddress, NetConfig, RebootAction, VmConfig};
-use crate::cpu::state::MsrList;
+use crate::config::{MacAddress, NetConfig, VmConfig};
 use crate::cpu::threads::{Buses, ExitCounters, VcpuThreads};
 use crate::cpu::{self, Vcpu};
 use crate::devices::console::ConsoleOutput;
@@ -41,7 +38,7 @@ use crate::devices::platform::{AcpiRegisters, KeyboardReset, PanicNotifier};
 use crate::devices::serial::Serial;
 use crate::devices::virtio::VirtioDevice;
 use crate::devices::virtio::balloon::BalloonDevice;
-use crate::devices::virtio::block::{Block, DiskFiles, DiskLock};
+use crate::devices::virtio::block::Block;
 use crate::devices::virtio::mmio::{
     INTERRUPT_USED, ManagedDevice, MmioTransport, MmioWindow, RegisterPage, Wires,
 };
@@ -49,14 +46,12 @@ use crate::devices::virtio::net::{Net, OpenNet};
 use crate::devices::virtio::rng::Rng;
 use crate::devices::virtio::worker::Worker;
 use crate::exit::{ExitSignal, GuestExit};
-use crate::isolation::{Isolation, IsolationInfo};
+use crate::isolation::IsolationInfo;
 use crate::layout;
 use crate::probe;
 use crate::seccomp::{Filters, ThreadKind};
-use crate::snapshot::file::RAM_OFFSET_BYTES;
+use crate::snapshot::SnapshotError;
 use crate::snapshot::processor::Processor;
-use crate::snapshot::working_set::ReadAhead;
-use crate::snapshot::{MachineState, SnapshotError, SnapshotFile};
 
 /// The machine and what the event loop needs besides it.
 pub(super) struct Built {
@@ -85,127 +80,11 @@ struct Assembly<'a> {
     throttled: Vec<Throttled>,
 }
 
-/// Origin of a machine.
-pub(super) enum Origin {
-    /// Boots its kernel.
-    Kernel,
-    /// Continues from a snapshot.
-    Snapshot(Box<SnapshotFile>),
-    /// Another monitor will send its memory and state.
-    Migration(Box<Arriving>),
-    /// Continues in a process that was forked from its monitor's.
-    Fork(Box<Inherited>),
-}
-
-/// What a forked process has of the machine already.
-pub(super) struct Inherited {
-    /// What it needs to be forked again.
-    pub forkable: Option<Forkable>,
-    /// Its memory.
-    pub ram: Arc<GuestRam>,
-    /// Its state.
-    pub state: MachineState,
-    /// Its kernel, for reboots.
-    pub image: Option<BootImage>,
-    /// See [`ProcessMemory`].
-    pub process_memory: ProcessMemory,
-    /// Merging of its pages.
-    pub merging: Option<Merging>,
-    /// The registers of its vCPUs.
-    pub msrs: Arc<MsrList>,
-    /// /dev/userfaultfd, if its client could open it.
-    pub userfaultfd: Option<File>,
-}
-
-/// Facts about a machine sent by another monitor that must be known before it is built.
-pub(super) struct Arriving {
-    /// The processor that the guest was given.
-    pub processor: Processor,
-    /// Frequency of the guest's time stamp counters.
-    pub tsc_khz: Kilohertz,
-    /// Its memory, if that is shared with the source.
-    pub shared: Option<SharedRam>,
-}
-
-impl Origin {
-    /// When its disks are locked: those of another monitor are not free yet.
-    pub(super) fn disk_lock(&self) -> DiskLock {
-        if matches!(self, Self::Migration(_)) { DiskLock::Later } else { DiskLock::Now }
-    }
-
-    /// The snapshot that it continues from.
-    pub(super) fn snapshot(&self) -> Option<&SnapshotFile> {
-        match self {
-            Self::Snapshot(snapshot) => Some(snapshot),
-            _ => None,
-        }
-    }
-
-    /// What is to be read ahead of its guest.
-    pub(super) fn take_read_ahead(&mut self) -> Option<ReadAhead> {
-        match self {
-            Self::Snapshot(snapshot) => snapshot.read_ahead.take(),
-            _ => None,
-        }
-    }
-
-    fn is_kernel(&self) -> bool {
-        matches!(self, Self::Kernel)
-    }
-
-    /// The processor that the guest was given, for a continued machine.
-    fn processor(&self) -> Option<&Processor> {
-        match self {
-            Self::Kernel => None,
-            Self::Fork(inherited) => Some(&inherited.state.processor),
-            Self::Snapshot(snapshot) => Some(&snapshot.state.processor),
-            Self::Migration(arriving) => Some(&arriving.processor),
-        }
-    }
-
-    /// The frequency of the guest's time stamp counters, for a continued machine.
-    fn tsc_khz(&self) -> Option<Kilohertz> {
-        match self {
-            Self::Kernel => None,
-            Self::Fork(inherited) => Some(inherited.state.clock.tsc_khz),
-            Self::Snapshot(snapshot) => Some(snapshot.state.clock.tsc_khz),
-            Self::Migration(arriving) => Some(arriving.tsc_khz),
-        }
-    }
-}
-
 /// Checks a configuration for contradictions, and makes its paths absolute: later the monitor has
 /// no working directory.
 pub(super) fn prepare(config: &mut VmConfig) -> Result<(), VmError> {
     config.validate()?;
     config.make_paths_absolute().map_err(VmError::host("find its working directory"))
-}
-
-/// What the devices of a machine use of the host, opened before it is built.
-pub(super) struct Resources {
-    /// Files of the disks.
-    pub disks: Vec<DiskFiles>,
-    /// Backends of the network devices.
-    pub nets: Vec<OpenNet>,
-    /// Sockets of the socket device.
-    pub vsock: Option<VsockSockets>,
-}
-
-impl Resources {
-    /// Opens them, apart from `nets`, which were opened in the host's network namespace. Disks are
-    /// locked now or later.
-    pub(super) fn open(
-        config: &VmConfig,
-        nets: Vec<OpenNet>,
-        isolation: &Isolation,
-        when: DiskLock,
-    ) -> Result<Self, VmError> {
-        let disks = config.disks.iter().map(|disk| DiskFiles::open(disk, when));
-        let disks = disks.collect::<Result<_, _>>()?;
-        let vsock = config.vsock.as_ref();
-        let vsock = vsock.map(|vsock| VsockSockets::open(vsock, isolation)).transpose()?;
-        Ok(Self { disks, nets, vsock })
-    }
 }
 
 /// Builds a machine that boots its kernel or continues. `exit` receives the reason of its end.
@@ -380,33 +259,6 @@ pub(super) fn build(
     Ok(Built { vm, input_read, ready_at })
 }
 
-/// The files that the guest boots from. A continued machine needs them for a reboot only.
-fn open_image(config: &VmConfig, origin: &mut Origin) -> Result<Option<BootImage>, VmError> {
-    if let Origin::Fork(inherited) = origin {
-        return Ok(inherited.image.take());
-    }
-    let open = || {
-        let boot = config.boot.as_ref().ok_or_else(|| {
-            ConfigError::new(
-                "--kernel",
-                "the guest has no kernel to boot",
-                "give a bzImage or an ELF vmlinux",
-            )
-        })?;
-        Ok(BootImage::open(&boot.kernel, boot.initrd.as_deref(), &config.cmdline)?)
-    };
-    if origin.is_kernel() {
-        return open().map(Some);
-    }
-    match config.on_reboot {
-        RebootAction::Exit => Ok(None),
-        RebootAction::Reset => open().map(Some).map_err(|error| match error {
-            VmError::Boot(error) => VmError::RebootImage(error),
-            error => error,
-        }),
-    }
-}
-
 /// The processor for the guest: this host's, or the one that the guest was given, if this host can
 /// provide it.
 fn processor(kvm: &Kvm, cpus: u8, saved: Option<&Processor>) -> Result<CpuId, VmError> {
@@ -417,30 +269,6 @@ fn processor(kvm: &Kvm, cpus: u8, saved: Option<&Processor>) -> Result<CpuId, Vm
         let missing = format!("{} CPUID leaves", saved.cpuid.len());
         SnapshotError::Processor { missing }.into()
     })
-}
-
-fn guest_ram(config: &VmConfig, origin: &mut Origin) -> Result<Arc<GuestRam>, VmError> {
-    if let Origin::Fork(inherited) = origin {
-        return Ok(inherited.ram.clone());
-    }
-    let (regions, memory) = (regions(config), &config.memory);
-    if let Origin::Migration(arriving) = origin
-        && let Some(shared) = arriving.shared.take()
-    {
-        return Ok(Arc::new(GuestRam::adopt(&regions, memory.huge_pages, shared)?));
-    }
-    let Origin::Snapshot(snapshot) = origin else {
-        // Memory that is wanted in advance is allocated when signals are answered.
-        if memory.populate == Populate::Prealloc {
-            GuestRam::check_populate(&regions, memory.backing)?;
-        }
-        let ram = GuestRam::new(&regions, memory.backing, memory.huge_pages, Populate::Lazy)?;
-        return Ok(Arc::new(ram));
-    };
-    let file =
-        snapshot.file.try_clone().map_err(VmError::host("duplicate the snapshot's descriptor"))?;
-    let (offset_bytes, image) = (RAM_OFFSET_BYTES, &snapshot.ram);
-    Ok(Arc::new(GuestRam::restore(&regions, memory.huge_pages, file, offset_bytes, image)?))
 }
 
 fn set_tsc_frequency(
@@ -520,26 +348,6 @@ fn create_vm(kvm: &Kvm) -> Result<Arc<VmFd>, VmError> {
     let timer = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
     vm.create_pit2(timer).map_err(VmError::kvm("create a timer"))?;
     Ok(Arc::new(vm))
-}
-
-/// Regions of guest memory: pieces of nodes, or all of it on both sides of the hole.
-fn regions(config: &VmConfig) -> Vec<RegionSpec> {
-    let spec = |range: std::ops::Range<u64>, host_node| RegionSpec {
-        start: GuestAddress(range.start),
-        size_bytes: range.end - range.start,
-        host_node,
-    };
-    if config.numa.is_empty() {
-        return layout::ram_ranges(config.memory.size.bytes())
-            .into_iter()
-            .map(|range| spec(range, None))
-            .collect();
-    }
-    let sizes: Vec<u64> = config.numa.iter().map(|node| node.size.bytes()).collect();
-    layout::node_ranges(&sizes)
-        .into_iter()
-        .map(|(node, range)| spec(range, config.numa[node].host_node))
-        .collect()
 }
 
 fn numa_nodes(config: &VmConfig) -> Vec<NumaNode> {

@@ -8,9 +8,10 @@ use ebb_guest_ram::{Populate, RamError};
 use ebb_local_io::SocketFile;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::build::{Built, Origin, Resources, build, prepare, restrict_writer};
+use super::build::{Built, build, prepare, restrict_writer};
 use super::console::{Console, Wish};
 use super::migration::MigrationThread;
+use super::origin::{Origin, Resources};
 use super::reboots::RecentReboots;
 use super::start_parts::StartParts;
 use super::{Reset, Vm, VmError};

@@ -272,7 +272,7 @@ impl Vm {
             let image = transport.device();
             let is_over = || ticket.is_cancelled() || begun.elapsed() > COPY_LIMIT;
             let copied = copy_data(image.file(), &file, &is_over);
-            match copied.map_err(VmError::host("copy a disk's image"))? {
+            match copied.map_err(|error| not_copied(&disk.device, &error))? {
                 Completion::Done => Ok(Some(DiskCopy { format: image.info().format, file })),
                 Completion::Cancelled if ticket.is_cancelled() => Err(Failure::Cancelled),
                 Completion::Cancelled => Err(Failure::Refused(too_slow(&disk.device))),
@@ -280,6 +280,13 @@ impl Vm {
         };
         self.disks.iter().map(copy).collect()
     }
+}
+
+/// Most often there is no room for the copy.
+fn not_copied(disk: &str, error: &io::Error) -> Failure {
+    let message =
+        format!("cannot copy the image of {disk}: {error}; the guest goes on without a checkpoint");
+    Failure::Refused(ControlError::failed(message))
 }
 
 fn too_slow(disk: &str) -> ControlError {

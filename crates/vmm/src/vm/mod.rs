@@ -15,6 +15,7 @@ mod limits;
 mod merge;
 mod migration;
 mod net;
+mod origin;
 mod park;
 mod reboots;
 mod save;

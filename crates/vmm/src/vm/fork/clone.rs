@@ -23,12 +23,13 @@ use crate::isolation::{Companion, IsolationConfig, KeptName, VsockLink};
 use crate::packet;
 use crate::seccomp::ThreadKind;
 use crate::snapshot::{MachineConfig, Overrides};
-use crate::vm::build::{Built, Inherited, Origin, Resources, build, prepare};
+use crate::vm::build::{Built, build, prepare};
 use crate::vm::console::Console;
 use crate::vm::control::ProcessMemory;
 use crate::vm::event_loop::{start_api, start_log, wait_for_end};
 use crate::vm::merge::{Given, Merging};
 use crate::vm::migration::MigrationThread;
+use crate::vm::origin::{Inherited, Origin, Resources};
 use crate::vm::vsock::VsockSockets;
 use crate::vm::{Signals, VmError};
 

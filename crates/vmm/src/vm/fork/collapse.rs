@@ -78,6 +78,9 @@ impl<'a> Collapsing<'a> {
             work.huge = 0;
             work.rest
         };
+        if pass.end == PassEnd::NoMemory {
+            tracing::debug!("there is no memory to make blocks huge; the next try is in {rest:?}");
+        }
         work.due = Instant::now() + rest;
         if left == 0 {
             self.work = None;
