@@ -14,6 +14,7 @@
 mod batch;
 mod cancel;
 mod chunk;
+mod clearing;
 mod config;
 mod convergence;
 mod dirty;
@@ -41,6 +42,7 @@ mod tracker;
 mod zero;
 
 pub use cancel::Cancel;
+pub use clearing::ClearingAllocator;
 pub use config::{AtTimeLimit, AutoConverge, Config, HintRounds, Holes, TimeLimit, ZeroPages};
 pub use dirty::DirtySource;
 pub use error::{Failure, MigrationError, ReceiveError, StreamError};

@@ -1,8 +1,10 @@
 //! Processes that go on in the program of the one that has forked them.
 
+use std::convert::Infallible;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd, RawFd};
+use std::thread;
 
 /// Which process it is after a fork.
 pub(crate) enum Side {
@@ -21,6 +23,33 @@ pub(crate) unsafe fn fork() -> io::Result<Side> {
         -1 => Err(io::Error::last_os_error()),
         new => Ok(Side::Old { new }),
     }
+}
+
+/// fork(2) by a new thread, which takes the locks of the new process with `hold` first and goes on
+/// there with `go_on`. Returns the new process to the old one.
+///
+/// So the new process has no thread-local values of the calling thread. Those can be secrets: the
+/// standard library derives the seeds of all hash tables of a thread from one number that is drawn
+/// at random at the first of them.
+///
+/// # Safety
+/// The new process takes no lock that another thread may hold after `hold`.
+pub(crate) unsafe fn fork_in_new_thread<H>(
+    hold: impl FnOnce() -> H + Send,
+    go_on: impl FnOnce(H) -> Infallible + Send,
+) -> io::Result<libc::pid_t> {
+    let work = || {
+        let held = hold();
+        // SAFETY: as the caller vouches for.
+        match unsafe { fork() }? {
+            Side::New => match go_on(held) {},
+            Side::Old { new } => Ok(new),
+        }
+    };
+    thread::scope(|scope| {
+        let thread = thread::Builder::new().spawn_scoped(scope, work)?;
+        thread.join().unwrap_or_else(|_panicked| Err(io::Error::other("the thread has panicked")))
+    })
 }
 
 /// Closes all descriptors from 3 on but these.
@@ -57,9 +86,32 @@ pub(crate) fn put_in_place(file: BorrowedFd<'_>, number: RawFd) -> io::Result<()
 
 #[cfg(test)]
 mod tests {
+    use std::hash::{BuildHasher as _, RandomState};
+    use std::io::{Read as _, Write as _};
     use std::os::fd::AsRawFd;
 
     use super::*;
+
+    #[test]
+    fn hash_tables_of_relatives_have_other_seeds() {
+        let seed = || RandomState::new().hash_one(0);
+        // This thread has drawn its number.
+        let mut seen = std::collections::BTreeSet::from([seed(), seed()]);
+        for _ in 0..4 {
+            let (mut reader, mut writer) = io::pipe().unwrap();
+            let go_on = |()| {
+                let is_sent = writer.write_all(&seed().to_ne_bytes());
+                // SAFETY: ends the process without running any more of its code.
+                unsafe { libc::_exit(i32::from(is_sent.is_err())) }
+            };
+            // SAFETY: the new process takes no locks but the allocator's, of which the C library
+            // takes care.
+            unsafe { fork_in_new_thread(|| (), go_on) }.unwrap();
+            let mut bytes = [0; 8];
+            reader.read_exact(&mut bytes).unwrap();
+            assert!(seen.insert(u64::from_ne_bytes(bytes)), "{seen:?}");
+        }
+    }
 
     #[test]
     fn only_these_descriptors_stay_open() {

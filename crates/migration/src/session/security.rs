@@ -110,8 +110,9 @@ impl TlsFile {
     ///
     /// System calls: `fstat`, `pread64`.
     pub(super) fn read(&self) -> Result<Vec<u8>, SessionError> {
-        self.check_kind()?;
-        let mut bytes = vec![0; MOST_BYTES + 1];
+        let size_bytes = usize::try_from(self.check_kind()?).unwrap_or(usize::MAX);
+        // No more than is needed: an allocator that clears what is freed leaves out large pieces.
+        let mut bytes = vec![0; size_bytes.min(MOST_BYTES) + 1];
         let mut filled = 0;
         while filled < bytes.len() {
             match rustix::io::pread(&*self.file, &mut bytes[filled..], filled as u64) {
@@ -142,12 +143,12 @@ impl TlsFile {
         &self.name
     }
 
-    /// Reading anything else than a regular file could wait without a limit.
-    fn check_kind(&self) -> Result<(), SessionError> {
+    /// Returns the file's size. Reading anything else than a regular file could wait without a limit.
+    fn check_kind(&self) -> Result<i64, SessionError> {
         let stat = rustix::fs::fstat(&*self.file)
             .map_err(|errno| self.unusable(std::io::Error::from(errno)))?;
         if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {
-            return Ok(());
+            return Ok(stat.st_size);
         }
         Err(self.unusable("it is not a regular file; a PEM file is needed"))
     }

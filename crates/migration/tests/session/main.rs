@@ -10,5 +10,10 @@ mod fuzz_smoke;
 mod local;
 mod proxy;
 mod reasons;
+mod remnants;
 mod sockets;
 mod strangers;
+
+/// As in the program `ebb`.
+#[global_allocator]
+static ALLOCATOR: ebb_migration::ClearingAllocator = ebb_migration::ClearingAllocator;

@@ -332,7 +332,8 @@ impl VmConfig {
         Ok(())
     }
 
-    /// Refuses memory that a forked process would not have a copy of.
+    /// Refuses memory that a forked process would not have a copy of, and services whose secrets it
+    /// would inherit.
     fn check_forkable(&self) -> Result<(), ConfigError> {
         let (problem, remedy) = if self.memory.backing != Backing::Anonymous {
             ("memory in a file has no copy in a fork: both would write to it", "leave out backing=")
@@ -340,6 +341,11 @@ impl VmConfig {
             (
                 "a machine whose monitor merges its pages cannot be forked",
                 "leave out merge=owner, and let its forks merge: ebb fork … --memory merge=owner",
+            )
+        } else if self.nets.iter().any(|net| net.metadata.is_some()) {
+            (
+                "session tokens of its metadata service would be valid in each of its forks",
+                "leave out the metadata",
             )
         } else {
             return Ok(());

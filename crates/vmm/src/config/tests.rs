@@ -1,6 +1,7 @@
 use super::Switch::{Off, On};
 use super::options::parse_balloon;
 use super::*;
+use crate::mmds::{DEFAULT_ADDRESS, Metadata, Served};
 use proptest::prelude::*;
 
 fn config(memory: &str, cpus: u8, numa: &[&str]) -> VmConfig {
@@ -94,6 +95,26 @@ fn contradictions_are_refused() {
     large_balloon.balloon =
         Some(BalloonDeviceConfig { size: ByteSize::from_bytes(1 << 30), ..Default::default() });
     assert!(problem(large_balloon).contains("larger than the guest's RAM"));
+}
+
+#[test]
+fn what_a_fork_must_not_inherit_is_refused() {
+    let problem = |change: &dyn Fn(&mut VmConfig)| {
+        let mut config = VmConfig { forkable: On, ..config("256M", 1, &[]) };
+        change(&mut config);
+        config.validate().err().map(|error| error.to_string())
+    };
+    assert_eq!(problem(&|_| {}), None);
+    let served = Served { service: Metadata::new(100), address: DEFAULT_ADDRESS };
+    let net = |metadata| NetConfig { metadata, .."fd=3".parse().unwrap() };
+    assert_eq!(problem(&|config| config.nets = vec![net(None)]), None);
+    let tokens = problem(&|config| config.nets = vec![net(None), net(Some(served.clone()))]);
+    assert!(tokens.unwrap().contains("session tokens"));
+    let memory = |options: &'static str| {
+        problem(&move |config| config.memory = options.parse().unwrap()).unwrap()
+    };
+    assert!(memory("256M,backing=memfd").contains("memory in a file"));
+    assert!(memory("256M,merge=owner").contains("merges its pages"));
 }
 
 #[test]

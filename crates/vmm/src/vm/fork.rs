@@ -19,6 +19,7 @@ use std::io;
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::time::{Duration, Instant};
 
+use ebb_guest_ram::Still;
 use ebb_page_merge::{Clock as _, SystemClock};
 use kvm_ioctls::Kvm;
 use rustix::fs::FileType;
@@ -34,7 +35,8 @@ use crate::api::vm::{CheckpointReport, CheckpointTarget, VmState};
 use crate::config::DiskFormat;
 use crate::cpu::Vcpu;
 use crate::file::{Completion, copy_data};
-use crate::forked::{Side, fork};
+use crate::forked::fork_in_new_thread;
+use crate::log::Held;
 use crate::seccomp::Filters;
 pub(super) use collapse::Collapsing;
 #[cfg(any(test, feature = "testing"))]
@@ -229,20 +231,17 @@ impl Vm {
             let begun = Instant::now();
             // No other lock is needed in the new process: devices, vCPUs and merging stand still,
             // and what other threads do then concerns this process only.
-            let (still, log) = (self.ram.hold_still(), crate::log::hold());
-            // SAFETY: the locks of guest memory and of the log are held here, and nothing that the
+            let hold = || (self.ram.hold_still(), crate::log::hold());
+            let go_on = move |(still, log): (Still<'_>, Held)| {
+                drop(still);
+                log.forget_thread();
+                let parent = forkable.parent.clone();
+                Template::new(self, forkable, state, image, copies, name_there, parent).hold(socket)
+            };
+            // SAFETY: the locks of guest memory and of the log are held then, and nothing that the
             // new process uses has others.
-            match unsafe { fork() } {
-                Ok(Side::New) => {
-                    drop(still);
-                    log.forget_thread();
-                    let parent = forkable.parent.clone();
-                    Template::new(self, forkable, state, image, copies, name_there, parent)
-                        .hold(socket)
-                }
-                Ok(Side::Old { new }) => Ok((new, begun.elapsed())),
-                Err(error) => Err(VmError::host("fork the monitor")(error).into()),
-            }
+            let new = unsafe { fork_in_new_thread(hold, go_on) };
+            Ok((new.map_err(VmError::host("fork the monitor"))?, begun.elapsed()))
         };
         let ((pid, forked), paused) = self.while_stopped(work)?;
         Ok(CheckpointReport {

@@ -14,7 +14,7 @@ use super::{DiskCopy, Forkable};
 use crate::boot::BootImage;
 use crate::checkpoint::{Answer, CheckpointInfo, ForkRequest, Request};
 use crate::devices::virtio::state::DeviceState;
-use crate::forked::{Side, close_others, fork, put_in_place, redirect};
+use crate::forked::{close_others, fork_in_new_thread, put_in_place, redirect};
 use crate::packet;
 use crate::snapshot::MachineState;
 use crate::vm::Vm;
@@ -193,15 +193,16 @@ impl<'a> Template<'a> {
     }
 
     fn fork(&mut self, request: ForkRequest, descriptors: Vec<OwnedFd>) -> Answer {
-        // SAFETY: there is no other thread.
-        match unsafe { fork() } {
-            Ok(Side::New) => {
-                let mut keep = self.descriptors();
-                keep.extend(descriptors.iter().map(AsRawFd::as_raw_fd));
-                close_others(&keep);
-                self.become_machine(request, descriptors)
-            }
-            Ok(Side::Old { .. }) => {
+        let template = &mut *self;
+        let go_on = move |()| {
+            let mut keep = template.descriptors();
+            keep.extend(descriptors.iter().map(AsRawFd::as_raw_fd));
+            close_others(&keep);
+            template.become_machine(request, descriptors)
+        };
+        // SAFETY: no other thread does anything.
+        match unsafe { fork_in_new_thread(|| (), go_on) } {
+            Ok(_pid) => {
                 self.info.forks += 1;
                 Answer::Done
             }
