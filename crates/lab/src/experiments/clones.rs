@@ -65,6 +65,8 @@ struct Sizes {
     most_worked: u32,
     /// Machines that are made at the same time.
     together: u32,
+    /// Time after which machines that do nothing answer again.
+    idle_s: u64,
 }
 
 fn sizes(scale: Scale) -> Sizes {
@@ -77,6 +79,7 @@ fn sizes(scale: Scale) -> Sizes {
             most_untouched: 400,
             most_worked: 6,
             together: 25,
+            idle_s: 10,
         },
         Scale::Full => Sizes {
             host: HostShape { memory_mib: 15 * 1024, swap_mib: 1024, nodes: 1 },
@@ -87,6 +90,7 @@ fn sizes(scale: Scale) -> Sizes {
             most_untouched: 3000,
             most_worked: 200,
             together: 25,
+            idle_s: 60,
         },
     }
 }
@@ -155,6 +159,10 @@ struct Found {
     /// The host before the first machine, and with those that fit.
     before: Option<Look>,
     with_all: Option<Look>,
+    /// The host with those that fit, when all have been idle for a time and have answered again,
+    /// and the times of these answers.
+    later: Option<Look>,
+    again_ms: Vec<f64>,
     /// Memory that each of them shares.
     shared_mib: Vec<f64>,
     /// Times from the start of `ebb fork` to the guest's first answer: one after the other, and at
@@ -180,8 +188,11 @@ impl Found {
 
     /// Growth of the host's memory for each machine.
     fn each_mib(&self, of: impl Fn(&Look) -> f64) -> Option<f64> {
-        let (before, with_all) = (self.before.as_ref()?, self.with_all.as_ref()?);
-        Some((of(with_all) - of(before)) / f64::from(self.fitting))
+        self.each_mib_until(self.with_all.as_ref()?, of)
+    }
+
+    fn each_mib_until(&self, now: &Look, of: impl Fn(&Look) -> f64) -> Option<f64> {
+        Some((of(now) - of(self.before.as_ref()?)) / f64::from(self.fitting))
     }
 }
 
@@ -226,6 +237,15 @@ fn metrics() -> Vec<Metric<Found>> {
         "ebb fork until the guest answers",
         |found| &found.answer_ms,
     ));
+    all.push(Metric::lower(
+        "idle_mib",
+        "What the host has in use more when all were idle for a time and have answered again",
+        "MiB",
+        |found: &Found| found.each_mib_until(found.later.as_ref()?, |it| it.used_mib),
+    ));
+    all.extend(times(["again_ms", "again_p99_ms"], "An answer after that", |found| {
+        &found.again_ms
+    }));
     all.extend(times(
         ["together_answer_ms", "together_answer_p99_ms"],
         "the same for 25 at once",
@@ -283,9 +303,30 @@ fn clones(
         found.with_all = Some(Look::new(testbed)?);
         series.notes.push(merged(&forks, found)?);
     }
-    drop(forks);
+    if series.name == UNTOUCHED {
+        answer_again(testbed, forks, sizes, found)?;
+    }
     found.is_full = end != End::Most;
     series.notes.push(end.describe(found.fitting));
+    Ok(())
+}
+
+/// Has the machines with which the host did not swap answer once more, when all have been idle.
+fn answer_again(
+    testbed: &Testbed<'_>,
+    mut forks: Vec<Fork>,
+    sizes: Sizes,
+    found: &mut Found,
+) -> Result<(), LabError> {
+    forks.truncate(found.fitting as usize);
+    testbed.events().step(0, "leaves all machines alone");
+    thread::sleep(Duration::from_secs(sizes.idle_s));
+    for fork in &forks {
+        let begun = Instant::now();
+        fork.wait_answer()?;
+        found.again_ms.push(ms(begun.elapsed()));
+    }
+    found.later = Some(Look::new(testbed)?);
     Ok(())
 }
 

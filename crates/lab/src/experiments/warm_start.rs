@@ -136,18 +136,18 @@ fn run(testbed: &mut Testbed<'_>, all: &mut [Series]) -> Result<(), LabError> {
         testbed.events().step(number, &series.name);
         testbed.drop_host_caches()?;
         if series.name == CACHED {
-            disk.read_all(snapshot.path())?;
+            SlowDisk::read_all(snapshot.path())?;
         }
         let with_set = [OsStr::new("--working-set"), working_set.as_os_str()];
         let options: &[&OsStr] = if series.name == READ_AHEAD { &with_set } else { &[] };
-        let before = disk.counters()?;
+        let before = SlowDisk::counters()?;
         let mut restored = snapshot.start(testbed, number, options)?;
         restored.wait_answer()?;
         let answer_ms = ms(restored.elapsed());
         work(&mut restored)?;
         let work_ms = ms(restored.elapsed());
         let major_faults = restored.major_faults()? as f64;
-        let (reads, sectors) = disk.counters()?;
+        let (reads, sectors) = SlowDisk::counters()?;
         let read_mib = rounded(((sectors - before.1) * SECTOR_BYTES) as f64 / MIB as f64);
         Ok(Found { answer_ms, work_ms, major_faults, reads: (reads - before.0) as f64, read_mib })
     });
@@ -231,13 +231,13 @@ impl SlowDisk {
     }
 
     /// Reads a file of it into the page cache.
-    fn read_all(&self, path: &Path) -> Result<(), LabError> {
+    fn read_all(path: &Path) -> Result<(), LabError> {
         let read = || io::copy(&mut File::open(path)?, &mut io::sink());
         read().map(drop).map_err(LabError::of_file(path))
     }
 
     /// Reads and sectors read until now.
-    fn counters(&self) -> Result<(u64, u64), LabError> {
+    fn counters() -> Result<(u64, u64), LabError> {
         let text = fs::read_to_string(COUNTERS).map_err(LabError::of_file(COUNTERS))?;
         let mut numbers = text.split_ascii_whitespace().map(str::parse);
         let (reads, sectors) = (numbers.next(), numbers.nth(1));

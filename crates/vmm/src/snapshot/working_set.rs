@@ -106,8 +106,8 @@ impl SnapshotFile {
 
 /// Uses `bytes` as the file of a working set, and as a monitor's answer: entry point for fuzzing.
 pub(super) fn fuzz(bytes: &[u8]) {
-    let Ok(set) = serde_json::from_slice::<WorkingSet>(bytes) else { return };
     const RAM_BYTES: u64 = 1 << 30;
+    let Ok(set) = serde_json::from_slice::<WorkingSet>(bytes) else { return };
     if let Ok(extents) = set.extents_of(&set.snapshot, RAM_BYTES) {
         assert!(extents.iter().all(|extent| extent.end_bytes() <= RAM_BYTES));
     }
