@@ -96,12 +96,12 @@ fn too_little_room_and_time(scene: &Scene) {
     small.assert_empty();
     assert_no_checkpoint(&parent, &name, &before);
 
-    // Copying takes longer than a guest may stand still: a processor has a two-hundredth part of
-    // its time for this machine.
-    limit("cpu.max", "1000 200000");
+    // Copying takes longer than a guest may stand still: the monitor has a hundredth of a
+    // processor's time.
+    limit("cpu.max", "1000 100000");
     let slow = ["ctl", socket, "checkpoint", &name, "--copy-disks", &path("")];
     let text = failure(scene, &slow);
-    limit("cpu.max", "max 200000");
+    limit("cpu.max", "max 100000");
     assert!(text.contains("longer than 1s until disk0 is copied"), "{text}");
     assert_no_checkpoint(&parent, &name, &before);
 

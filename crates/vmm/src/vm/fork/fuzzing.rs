@@ -3,13 +3,14 @@
 
 use std::fs::File;
 use std::io;
+use std::net::Shutdown;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use serde_json::{Value, json};
 
 use super::clone::{Descriptors, Own};
-use crate::checkpoint::Request;
+use crate::checkpoint::{ForkRequest, Request};
 use crate::config::{
     DiskConfig, NetConfig, RebootAction, SerialConfig, Switch, VmConfig, VsockConfig,
 };
@@ -21,15 +22,18 @@ use crate::packet;
 /// taken, a machine that would be built has as many devices as the checkpoint, and no descriptor is
 /// kept.
 pub fn fuzz_fork_requests(data: &[u8]) {
-    prepared(receive(data));
+    prepared(receive(data, &mut |_| {}));
 }
 
-fn receive(data: &[u8]) -> io::Result<()> {
+/// Sends what the bytes say, and shows what was made of a request that is taken.
+pub(super) fn receive(data: &[u8], taken: &mut dyn FnMut(&Own)) -> io::Result<()> {
     let mut input = Input::new(data);
     let leak = Leak::new()?;
     let (client, server) = packet::pair()?;
     let (gone, _) = UnixStream::pair()?;
-    let (stream, _peer) = UnixStream::pair()?;
+    // Connected, but nobody waits for an answer that will not come.
+    let (stream, peer) = UnixStream::pair()?;
+    peer.shutdown(Shutdown::Write)?;
     let null = File::open("/dev/null")?;
     let kinds = [leak.descriptor(), gone.as_fd(), stream.as_fd(), null.as_fd(), client.as_fd()];
     let template = template(&mut input)?;
@@ -40,20 +44,28 @@ fn receive(data: &[u8]) -> io::Result<()> {
     };
     // Most often enough streams, which are of no wrong kind.
     let count = if input.rarely() { input.below(12) } else { 12 };
-    let kind = |input: &mut Input<'_>| if input.rarely() { input.one(&kinds) } else { kinds[2] };
+    let has_others = input.rarely();
+    let kind = |input: &mut Input<'_>| {
+        if has_others && input.rarely() { input.one(&kinds) } else { kinds[2] }
+    };
     let descriptors: Vec<_> = (0..count).map(|_| kind(&mut input)).collect();
     if send(&client, &text, &descriptors).is_err() {
         // Longer than a packet.
         return Ok(());
     }
     if let Ok(Some((Request::Fork(request), descriptors))) = packet::receive(&server) {
-        take(*request, descriptors, &template);
+        take(*request, descriptors, &template, taken);
     }
     drop((client, server));
     leak.check()
 }
 
-fn take(request: crate::checkpoint::ForkRequest, files: Vec<OwnedFd>, template: &VmConfig) {
+fn take(
+    request: ForkRequest,
+    files: Vec<OwnedFd>,
+    template: &VmConfig,
+    taken: &mut dyn FnMut(&Own),
+) {
     let Ok(own) = Own::receive(request, &mut Descriptors::new(files), template) else { return };
     let (config, resources) = (&own.config, &own.resources);
     assert_eq!(config.disks.len(), template.disks.len());
@@ -62,6 +74,7 @@ fn take(request: crate::checkpoint::ForkRequest, files: Vec<OwnedFd>, template: 
     assert_eq!(resources.nets.len(), template.nets.len());
     assert_eq!(config.vsock.is_some(), template.vsock.is_some());
     assert_eq!((config.cpus, config.memory.size), (template.cpus, template.memory.size));
+    taken(&own);
 }
 
 /// The configuration of a machine that can be forked, without devices.
@@ -96,9 +109,10 @@ fn template(input: &mut Input<'_>) -> io::Result<VmConfig> {
         direct: Switch::Off,
         limits: crate::config::RateLimits::default(),
     };
+    let net = input.one(&["fd=3", "fd=3,mtu=9000"]);
     Ok(VmConfig {
         disks: vec![disk; input.below(3)],
-        nets: "fd=3".parse::<NetConfig>().into_iter().take(input.below(2)).collect(),
+        nets: net.parse::<NetConfig>().into_iter().take(input.below(2)).collect(),
         vsock: (input.below(2) == 1).then(|| VsockConfig { cid: 3, path: "/vsock".into() }),
         ..small_machine()?
     })
@@ -138,6 +152,7 @@ fn document(input: &mut Input<'_>, template: &VmConfig) -> Value {
         "receive_limits": limits,
         "transmit_limits": {},
     });
+    let is_merged = input.rarely();
     let mut request = json!({
         "cgroup": null,
         "companion": !input.rarely(),
@@ -146,8 +161,9 @@ fn document(input: &mut Input<'_>, template: &VmConfig) -> Value {
         "cid": input.rarely().then(|| input.number() as u32),
         "disks": disks,
         "nets": vec![net; number(input, template.nets.len())],
-        "userfaultfd": input.rarely(),
-        "merge": input.rarely().then(|| json!({
+        // Merging needs it.
+        "userfaultfd": is_merged != input.rarely(),
+        "merge": is_merged.then(|| json!({
             "config": {
                 "backend": input.one(&["owner", "kernel", "off"]),
                 "domain": input.one(&[None, Some("red"), Some("../")]),

@@ -1,3 +1,4 @@
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt as _;
@@ -146,4 +147,55 @@ fn requests_for_another_machine_are_refused() {
     files[last] = tempfile::tempfile().unwrap().into();
     let own = Own::receive(request(), &mut Descriptors::new(files), &template());
     assert!(own.err().unwrap().to_string().contains("no tap interface"));
+}
+
+/// Parts that a request may have. If one is refused wherever it occurs, the fuzz target no longer
+/// comes to what follows.
+#[test]
+fn the_fuzz_target_has_requests_of_each_kind_taken() {
+    const INPUTS: usize = 4000;
+    let mut taken = 0;
+    let mut kinds = BTreeMap::new();
+    let mut note = |own: &Own| {
+        let (config, merge) = (&own.config, own.merge.as_ref());
+        let is_merged_by = |backend| config.memory.merge.backend == backend;
+        let disk = |has: &dyn Fn(&DiskConfig) -> bool| config.disks.iter().any(has);
+        for (kind, is_there) in [
+            ("no devices", config.disks.is_empty() && config.nets.is_empty()),
+            ("two disks", config.disks.len() == 2),
+            ("a read-only disk", disk(&|disk| disk.readonly.is_on())),
+            ("a disk with an overlay", disk(&|disk| disk.overlay.is_some())),
+            ("a disk of another format", disk(&|disk| disk.format == DiskFormat::Qcow2)),
+            ("a direct disk", disk(&|disk| disk.direct.is_on())),
+            ("a limited disk", disk(&|disk| disk.limits.bandwidth.is_some())),
+            ("a network device", !config.nets.is_empty()),
+            ("an MTU", config.nets.iter().any(|net| net.mtu == Some(9000))),
+            ("a socket device", config.vsock.is_some()),
+            ("another CID", config.vsock.as_ref().is_some_and(|vsock| vsock.cid != 3)),
+            ("an API", own.api.is_some()),
+            ("no API", own.api.is_none()),
+            ("a userfaultfd", own.userfaultfd.is_some()),
+            ("merging by its monitor", is_merged_by(MergeBackend::Owner)),
+            ("merging by the kernel", is_merged_by(MergeBackend::Kernel)),
+            ("no merging", is_merged_by(MergeBackend::Off)),
+            ("a broker", merge.is_some_and(|given| given.broker.is_some())),
+            ("merging on one node", merge.is_some_and(|given| given.files.only_node.is_some())),
+        ] {
+            *kinds.entry(kind).or_insert(0) += usize::from(is_there);
+        }
+        taken += 1;
+    };
+    let (mut state, mut data) = (0x9e37_79b9_7f4a_7c15_u64, [0; 256]);
+    for _ in 0..INPUTS {
+        for part in data.chunks_mut(8) {
+            // xorshift64 (Marsaglia 2003).
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            part.copy_from_slice(&state.to_le_bytes());
+        }
+        fuzzing::receive(&data, &mut note).unwrap();
+    }
+    println!("{taken} of {INPUTS} are taken: {kinds:?}");
+    assert!(kinds.len() > 1 && !kinds.values().any(|&count| count == 0), "{kinds:?}");
 }
