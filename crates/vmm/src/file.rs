@@ -47,7 +47,7 @@ pub(crate) fn open_image(path: &Path, access: Access) -> io::Result<File> {
 }
 
 /// Bytes copied between two looks for a cancellation.
-const COPY_BYTES: u64 = 16 << 20;
+const COPY_BYTES: u64 = 4 << 20;
 /// The same where the kernel cannot copy: bytes read at a time.
 const BUFFER_BYTES: usize = 256 << 10;
 

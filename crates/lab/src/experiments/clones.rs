@@ -101,10 +101,12 @@ const WORKED: &str = "worked";
 const PARKED: &str = "parked";
 /// And the one whose monitors merge what the machines have written.
 const MERGED: &str = "merged";
+const MERGED_SMALL: &str = "merged-small";
 
 fn series() -> Vec<SeriesPlan> {
     let setup = Setup { system: System::AgentWithDebian, ..Setup::EBB };
     let plan = |name, summary| SeriesPlan::new(name, summary, Run::Guests(setup, run));
+    let merged = Setup { merging: Merging::Owner(Nodes::Across), ..setup };
     vec![
         plan(UNTOUCHED, "machines that have answered once"),
         plan(WORKED, "each has used 256 MiB, freed them, and run some of Python's tests"),
@@ -112,8 +114,14 @@ fn series() -> Vec<SeriesPlan> {
         SeriesPlan::new(
             MERGED,
             "each has worked, and the monitors merge equal pages",
-            Run::Guests(Setup { merging: Merging::Owner(Nodes::Across), ..setup }, run),
+            Run::Guests(merged, run),
         ),
+        SeriesPlan::new(
+            MERGED_SMALL,
+            "the same with pages of 4 KiB (thp=off)",
+            Run::Guests(Setup { huge_pages: false, ..merged }, run),
+        )
+        .when_named(),
     ]
 }
 
@@ -297,7 +305,7 @@ fn clones(
     let planned = if series.name == UNTOUCHED { sizes.most_untouched } else { sizes.most_worked };
     let most = testbed.guests(planned);
     let (end, forks) = fill(testbed, &template, &checkpoint, most, &series.name, found)?;
-    if series.name == MERGED {
+    if [MERGED, MERGED_SMALL].contains(&series.name.as_str()) {
         testbed.events().step(0, "leaves all machines alone");
         thread::sleep(MERGE_REST);
         found.with_all = Some(Look::new(testbed)?);
