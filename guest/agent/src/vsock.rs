@@ -181,7 +181,7 @@ pub fn connect(port: u32) -> io::Result<File> {
     Ok(socket.into())
 }
 
-fn listen(port: u32) -> io::Result<OwnedFd> {
+pub(crate) fn listen(port: u32) -> io::Result<OwnedFd> {
     let socket = socket()?;
     let (address, length) = address(libc::VMADDR_CID_ANY, port);
     // SAFETY: the address is valid for its length during the call.
