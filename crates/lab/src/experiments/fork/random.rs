@@ -106,8 +106,8 @@ pub(super) fn random(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(
 fn machines(testbed: &Testbed<'_>, sizes: Sizes) -> Result<Vec<Machine>, LabError> {
     let mut template = Template::start(testbed, sizes.guest, None)?;
     template.guest.begin(Command::GuestAgent)?;
-    // A kernel that has just booted makes a new key every second or two, after 30 s every 15 s, and
-    // later every minute (Linux drivers/char/random.c, `crng_has_old_seed`): that would be measured.
+    // A kernel that has just booted makes a new key every second or two, after 30 s every 15 s and
+    // later every minute (Linux drivers/char/random.c, `crng_has_old_seed`), which would count.
     thread::sleep(Duration::from_secs(sizes.random_idle_s));
     let pause_us = PAUSE.as_micros() as u64;
     template.guest.begin(Command::RandomNumbers { port: PORT, pause_us })?;
