@@ -3,8 +3,8 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::hint::black_box;
 
-/// Largest piece that is cleared, in bytes. Keys, their files and records of TLS are smaller; larger
-/// ones are tables and buffers of guest memory, whose untouched pages clearing would allocate.
+/// Largest piece that is cleared, in bytes. Keys, their files and records of TLS are smaller; what
+/// is larger are tables and buffers of guest memory, whose untouched pages clearing would allocate.
 const MOST_BYTES: usize = 64 << 10;
 
 /// The system's allocator, which clears pieces of up to 64 KiB when they are freed.

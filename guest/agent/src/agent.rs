@@ -15,6 +15,7 @@ use ebb_agent::meminfo::MemInfo;
 use ebb_agent::memory::Mapping;
 use ebb_agent::page_faults::PageFaults;
 use ebb_agent::protocol::{COMMAND_LIMIT_BYTES, Command, Crash, Event, JOB_LIMIT, Request};
+use ebb_agent::random_numbers;
 use ebb_agent::tcp_echo;
 use ebb_agent::timed_reads;
 use ebb_agent::vsock;
@@ -205,6 +206,20 @@ impl Agent {
                     vsock::serve(port, service)
                         .map(|()| Value::Null)
                         .map_err(describe(format!("port {port}")))
+                });
+            }
+            Command::GuestAgent => {
+                return self.job(id, || {
+                    ebb_guest_agent::server::serve(ebb_guest_agent::wire::PORT)
+                        .map(|()| Value::Null)
+                        .map_err(describe("the agent's port"))
+                });
+            }
+            Command::RandomNumbers { port, pause_us } => {
+                return self.job(id, || {
+                    random_numbers::run(port, Duration::from_micros(pause_us))
+                        .map(|()| Value::Null)
+                        .map_err(describe("random numbers"))
                 });
             }
             Command::TcpEcho { port } => {

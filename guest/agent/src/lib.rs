@@ -18,6 +18,7 @@ pub mod memory;
 pub mod page_faults;
 pub mod protocol;
 pub mod random;
+pub mod random_numbers;
 pub mod tcp_echo;
 pub mod timed_reads;
 pub mod vsock;

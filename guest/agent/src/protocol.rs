@@ -81,6 +81,17 @@ pub enum Command {
         /// What is done with each.
         service: Service,
     },
+    /// Serves `ebb exec`, `ebb checkpoint` and `ebb fork` as `ebb-guest-agent` does, until it is
+    /// cancelled.
+    GuestAgent,
+    /// Reads random numbers until it is cancelled, and sends them to clients of a port of AF_VSOCK:
+    /// see [`crate::random_numbers`].
+    RandomNumbers {
+        /// The port.
+        port: u32,
+        /// Sleep between two numbers in µs.
+        pause_us: u64,
+    },
     /// Sends back what arrives on TCP connections to a port, until it is cancelled.
     TcpEcho {
         /// The port.

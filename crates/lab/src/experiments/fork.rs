@@ -1,9 +1,12 @@
 //! How long a machine under load stands still for a checkpoint in memory and for a snapshot, what
-//! that costs its huge pages, and how soon a fork answers.
+//! that costs its huge pages, how soon a fork answers, and how long it has its relatives' random
+//! numbers (`random`).
 //!
 //! Each measurement of a pause has a new guest, since a checkpoint leaves huge pages split where
 //! they are written to. The pause of a snapshot whose memory is copied in it, as it was before
 //! copies on write, is that of a fork: the same memory under the same load.
+
+mod random;
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -28,7 +31,8 @@ use crate::report::statistics::rounded;
 pub static FORK: Experiment = Experiment {
     name: "fork",
     summary: "How long a machine under load stands still for a checkpoint, by resident size, with \
-              and without huge pages, and how soon a fork answers",
+              and without huge pages, how soon a fork answers, and how long it reads random \
+              numbers of its relatives",
     host: |scale, series| sizes(scale).host_of(series),
     parameters: |scale| parameters(&sizes(scale)),
     needs: Needs { guest_modules: &[SOCKET_MODULE], ..Experiment::DEFAULT.needs },
@@ -53,6 +57,9 @@ struct Sizes {
     single_forks: u32,
     /// Machines of one `ebb fork -n`.
     many_forks: u32,
+    /// Machines whose random numbers are compared, and how long their guest has run before.
+    random_forks: u32,
+    random_idle_s: u64,
 }
 
 fn sizes(scale: Scale) -> Sizes {
@@ -65,6 +72,8 @@ fn sizes(scale: Scale) -> Sizes {
             last_s: 30,
             single_forks: 5,
             many_forks: 25,
+            random_forks: 8,
+            random_idle_s: 30,
         },
         Scale::Full => Sizes {
             host: HostShape { memory_mib: 3072, swap_mib: 512, nodes: 1 },
@@ -74,6 +83,8 @@ fn sizes(scale: Scale) -> Sizes {
             last_s: 30,
             single_forks: 20,
             many_forks: 100,
+            random_forks: 64,
+            random_idle_s: 30,
         },
     }
 }
@@ -117,6 +128,11 @@ fn series() -> Vec<SeriesPlan> {
             "an idle guest: forks and restores until they answer",
             Run::Guests(Setup::EBB, answers),
         ),
+        SeriesPlan::new(
+            "random",
+            "forks whose guests read random numbers all the time",
+            Run::Guests(Setup::EBB, random::random),
+        ),
     ]
 }
 
@@ -157,6 +173,8 @@ struct Found {
     fork_ms: Vec<f64>,
     restore_ms: Vec<f64>,
     many_s: Option<f64>,
+    /// Random numbers of each fork.
+    common: Vec<random::Common>,
 }
 
 fn metrics() -> Vec<Metric<Found>> {
@@ -165,7 +183,7 @@ fn metrics() -> Vec<Metric<Found>> {
             found.pauses.iter().filter_map(of).collect()
         })
     }
-    vec![
+    let of_pauses_and_answers = vec![
         each("resident_mib", "Resident memory at the pause", "MiB", |it| Some(it.resident_mib)),
         each("pause_ms", "Pause for a checkpoint", "ms", |it| Some(it.checkpoint_ms)),
         each("forked_ms", "the part of fork(2)", "ms", |it| Some(it.forked_ms)),
@@ -191,7 +209,8 @@ fn metrics() -> Vec<Metric<Found>> {
             |it: &Found| it.restore_ms.clone(),
         ),
         Metric::lower("many_forks_s", "Many machines by one ebb fork", "s", |it: &Found| it.many_s),
-    ]
+    ];
+    of_pauses_and_answers.into_iter().chain(random::its_metrics()).collect()
 }
 
 fn pauses(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {

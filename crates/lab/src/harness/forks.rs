@@ -5,6 +5,7 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
+use std::io;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
@@ -121,6 +122,14 @@ impl Template {
         program.arg("ctl").arg(socket).args(["checkpoint", &checkpoint.name, "--json"]);
         let report = document(TEMPLATE, program)?;
         Ok((checkpoint, report))
+    }
+
+    /// What a program of its guest sends to a client of a port.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn read_from(&self, port: u32) -> Result<Vec<u8>, LabError> {
+        read_from(TEMPLATE, &self.directory.path().join("template.vsock"), port)
     }
 
     /// Writes a snapshot of it.
@@ -302,6 +311,8 @@ struct Report {
 #[derive(Deserialize)]
 struct Made {
     pid: i32,
+    #[serde(default)]
+    reseeded: bool,
 }
 
 impl Checkpoint {
@@ -337,7 +348,8 @@ impl Checkpoint {
             let pid = Pid::from_raw(made.pid)?;
             let (api, vsock) = (of(&api, index), of(&vsock, index));
             let (ebb, directory) = (self.ebb.clone(), Arc::clone(&self.directory));
-            Some(Fork { number: first + index, pid, api, vsock, ebb, directory })
+            let (number, reseeded) = (first + index, made.reseeded);
+            Some(Fork { number, pid, reseeded, api, vsock, ebb, directory })
         };
         Ok((0..).zip(report.machines).filter_map(fork).collect())
     }
@@ -354,6 +366,7 @@ impl Drop for Checkpoint {
 pub struct Fork {
     number: u32,
     pid: Pid,
+    reseeded: bool,
     api: PathBuf,
     vsock: PathBuf,
     ebb: PathBuf,
@@ -371,9 +384,22 @@ impl Fork {
         self.pid.as_raw_nonzero().get().unsigned_abs()
     }
 
+    /// Whether the agent of its guest has confirmed that its random numbers are new.
+    pub fn reseeded(&self) -> bool {
+        self.reseeded
+    }
+
     /// Its API.
     pub fn client(&self) -> Client {
         Client::new(&self.api, API_LIMIT)
+    }
+
+    /// What a program of its guest sends to a client of a port.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn read_from(&self, port: u32) -> Result<Vec<u8>, LabError> {
+        read_from(self.number, &self.vsock, port)
     }
 
     /// Waits until a program of its guest answers.
@@ -464,22 +490,38 @@ fn wait_answer(
     Ok(())
 }
 
-/// Whether a byte comes back from the service (docs/vsock.md).
+/// Whether a byte comes back from the service.
 fn answers(vsock: &Path) -> bool {
-    const MOST_BYTES: u64 = 64;
-    let exchange = || -> std::io::Result<bool> {
-        let mut stream = UnixStream::connect(vsock)?;
-        stream.set_read_timeout(Some(ATTEMPT_LIMIT))?;
-        stream.write_all(format!("CONNECT {PORT}\n").as_bytes())?;
-        let mut line = String::new();
-        // The service says nothing by itself: no more than the line can be read.
-        BufReader::new((&stream).take(MOST_BYTES)).read_line(&mut line)?;
+    let exchange = || -> io::Result<bool> {
+        let mut stream = connect(vsock, PORT, ATTEMPT_LIMIT)?;
         let mut answer = [0];
-        stream.write_all(b"?")?;
+        stream.get_mut().write_all(b"?")?;
         stream.read_exact(&mut answer)?;
-        Ok(line.starts_with("OK ") && &answer == b"?")
+        Ok(&answer == b"?")
     };
     exchange().unwrap_or(false)
+}
+
+/// Connects with a port of a guest (docs/vsock.md).
+fn connect(vsock: &Path, port: u32, limit: Duration) -> io::Result<BufReader<UnixStream>> {
+    const MOST_BYTES: u64 = 64;
+    let mut stream = UnixStream::connect(vsock)?;
+    stream.set_read_timeout(Some(limit))?;
+    stream.write_all(format!("CONNECT {port}\n").as_bytes())?;
+    let (mut stream, mut line) = (BufReader::new(stream), String::new());
+    (&mut stream).take(MOST_BYTES).read_line(&mut line)?;
+    if line.starts_with("OK ") { Ok(stream) } else { Err(io::ErrorKind::ConnectionRefused.into()) }
+}
+
+/// What a guest sends to a client of a port.
+fn read_from(guest: u32, vsock: &Path, port: u32) -> Result<Vec<u8>, LabError> {
+    let read = || -> io::Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        connect(vsock, port, ANSWER_LIMIT)?.read_to_end(&mut bytes)?;
+        Ok(bytes)
+    };
+    let failed = |error| LabError::unexpected(guest, format!("port {port} of its guest: {error}"));
+    read().map_err(failed)
 }
 
 #[cfg(test)]
