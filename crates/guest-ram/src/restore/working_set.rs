@@ -139,7 +139,9 @@ mod tests {
     #[test]
     fn blocks_are_joined_and_end_with_the_memory() {
         let mut blocks = Blocks::default();
-        [0, 0, 1, 3, 3, 9].into_iter().for_each(|block| blocks.add(block));
+        for block in [0, 0, 1, 3, 3, 9] {
+            blocks.add(block);
+        }
         let ram_bytes = 9 * WORKING_SET_BLOCK_BYTES + PAGE_SIZE_BYTES;
         let extents: Vec<_> = blocks
             .extents(ram_bytes)
@@ -153,7 +155,9 @@ mod tests {
     #[test]
     fn the_number_of_extents_is_bounded() {
         let mut blocks = Blocks::default();
-        (0..3 * MAX_WORKING_SET_EXTENTS as u64).for_each(|block| blocks.add(2 * block));
+        for block in 0..3 * MAX_WORKING_SET_EXTENTS as u64 {
+            blocks.add(2 * block);
+        }
         assert_eq!(blocks.extents(u64::MAX).len(), MAX_WORKING_SET_EXTENTS);
     }
 }

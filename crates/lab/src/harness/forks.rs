@@ -282,7 +282,7 @@ impl Restored {
     pub fn major_faults(&self) -> Result<u64, LabError> {
         let path = format!("/proc/{}/stat", self.guest.pid());
         let text = fs::read_to_string(&path).map_err(LabError::of_file(&path))?;
-        let none = || LabError::of_file(&path)(std::io::ErrorKind::InvalidData.into());
+        let none = || LabError::of_file(&path)(io::ErrorKind::InvalidData.into());
         proc::major_faults(&text).ok_or_else(none)
     }
 }
