@@ -22,7 +22,7 @@ const PORT: u32 = 53;
 /// Pause between two numbers: many machines read at the same time.
 const PAUSE: Duration = Duration::from_millis(2);
 /// Upper bounds of the histogram's classes, in ms; one more is above them.
-const CLASSES_MS: [u32; 9] = [0, 10, 20, 50, 100, 200, 500, 1000, 2000];
+const CLASSES_MS: [u32; 12] = [0, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000];
 
 /// What a fork has in common with its relatives.
 #[derive(Debug, Clone, Copy, PartialEq)]
