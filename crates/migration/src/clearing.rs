@@ -15,7 +15,7 @@ const MOST_BYTES: usize = 64 << 10;
 pub struct ClearingAllocator;
 
 // SAFETY: all memory is `System`'s, with the layouts of the callers, and is written to only before
-// it is returned. The default `realloc` is made of these functions.
+// it is returned.
 unsafe impl GlobalAlloc for ClearingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: as the caller vouches for.
@@ -25,6 +25,25 @@ unsafe impl GlobalAlloc for ClearingAllocator {
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         // SAFETY: as the caller vouches for.
         unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, start: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        if layout.size() > MOST_BYTES && new_size > MOST_BYTES {
+            // In place, if it can be; neither is cleared.
+            // SAFETY: as the caller vouches for.
+            return unsafe { System.realloc(start, layout, new_size) };
+        }
+        // SAFETY: the caller vouches for this size, with the alignment of the old layout.
+        let new_layout = unsafe { Layout::from_size_align_unchecked(new_size, layout.align()) };
+        // SAFETY: as the caller vouches for: the new size is not zero.
+        let new = unsafe { self.alloc(new_layout) };
+        if !new.is_null() {
+            // SAFETY: both pieces have so many bytes, and are different ones.
+            unsafe { start.copy_to_nonoverlapping(new, layout.size().min(new_size)) };
+            // SAFETY: the caller gives up this piece, which has this layout.
+            unsafe { self.dealloc(start, layout) };
+        }
+        new
     }
 
     unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {

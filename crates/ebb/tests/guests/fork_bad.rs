@@ -3,6 +3,10 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command as Program, Output};
 use std::time::Duration;
@@ -14,6 +18,11 @@ use rustix::fs::statvfs;
 use rustix::mount::{
     MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_bind, mount_change,
     mount_remount, unmount,
+};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags,
+    SocketType, recv, send, sendmsg, socketpair,
 };
 use rustix::thread::{UnshareFlags, unshare_unsafe};
 use serde_json::Value;
@@ -67,6 +76,37 @@ fn assert_no_checkpoint(guest: &Guest, name: &str, before: &BTreeSet<i64>) {
     assert_eq!(holders(), *before);
 }
 
+/// A checkpoint waits for clients that say nothing, or take their time, and serves others
+/// meanwhile.
+#[track_caller]
+fn slow_clients(name: &str) {
+    let connect = || {
+        let path = format!("/run/ebb/checkpoints/{name}.sock");
+        UnixStream::connect(path).unwrap()
+    };
+    let ask = |stream: &UnixStream| {
+        let flags = SocketFlags::CLOEXEC;
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        let rights = [theirs.as_fd()];
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&rights)));
+        let byte = [IoSlice::new(&[0])];
+        sendmsg(stream, &byte, &mut ancillary, SendFlags::NOSIGNAL).unwrap();
+        set_socket_timeout(&ours, Timeout::Recv, Some(Duration::from_secs(30))).unwrap();
+        send(&ours, b"\"info\"", SendFlags::NOSIGNAL).unwrap();
+        let mut answer = [0; 4096];
+        let (length, _) = recv(&ours, &mut answer, RecvFlags::empty()).unwrap();
+        let answer = String::from_utf8_lossy(&answer[..length]);
+        assert!(answer.contains(name), "{answer}");
+    };
+    let (_silent, slow) = ([connect(), connect()], connect());
+    ask(&connect());
+    std::thread::sleep(Duration::from_millis(500));
+    ask(&slow);
+}
+
 fn too_little_room_and_time(scene: &Scene) {
     let path = |name: &str| scene.path(name).to_str().unwrap().to_owned();
     let small = SmallDisk::new(scene.path("small"));
@@ -106,6 +146,7 @@ fn too_little_room_and_time(scene: &Scene) {
     assert_no_checkpoint(&parent, &name, &before);
 
     huge_pages_without_memory(scene, &parent, &root.join(&cgroup), &name);
+    slow_clients(&name);
     silently(scene, &["checkpoints", "remove", &name]);
     parent.end();
 }

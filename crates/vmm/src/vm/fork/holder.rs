@@ -119,16 +119,16 @@ impl<'a> Template<'a> {
     }
 
     fn serve(&mut self, socket: OwnedFd) -> Result<(), Errno> {
-        let mut clients = Vec::new();
+        let mut clients: Vec<Client> = Vec::new();
         let control = if rustix::net::sockopt::socket_acceptconn(&socket)? {
             Control::Listener(socket)
         } else {
-            clients.push(socket);
+            clients.push(Client { socket, has_come: true });
             Control::Only
         };
         loop {
             let mut fds: Vec<PollFd<'_>> =
-                clients.iter().map(|client| PollFd::new(client, PollFlags::IN)).collect();
+                clients.iter().map(|client| PollFd::new(&client.socket, PollFlags::IN)).collect();
             if let Control::Listener(listener) = &control {
                 fds.push(PollFd::new(listener, PollFlags::IN));
             }
@@ -146,7 +146,7 @@ impl<'a> Template<'a> {
             }
             // From the last one on: places of earlier ones stay as they are.
             for index in (0..clients.len()).rev().filter(|&index| ready[index]) {
-                match self.answer(&clients[index]) {
+                match self.serve_client(&mut clients[index]) {
                     Next::Client => {}
                     Next::End => return Ok(()),
                     Next::NoClient => drop(clients.remove(index)),
@@ -156,16 +156,31 @@ impl<'a> Template<'a> {
                 Control::Only if clients.is_empty() => return Ok(()),
                 Control::Only => {}
                 Control::Listener(listener) => {
-                    if let Some(client) =
-                        ready.last().filter(|&&is| is).and_then(|_| accept(listener))
+                    let accept = || rustix::net::accept_with(listener, SocketFlags::CLOEXEC);
+                    if ready.last() == Some(&true)
+                        && let Ok(socket) = accept()
                     {
                         if clients.len() >= MOST_CLIENTS {
                             drop(clients.remove(0));
                         }
-                        clients.push(client);
+                        clients.push(Client { socket, has_come: false });
                     }
                 }
             }
+        }
+    }
+
+    /// Takes what a client has sent.
+    fn serve_client(&mut self, client: &mut Client) -> Next {
+        if client.has_come {
+            return self.answer(&client.socket);
+        }
+        match receive_socket(&client.socket) {
+            Some(socket) => {
+                *client = Client { socket, has_come: true };
+                Next::Client
+            }
+            None => Next::NoClient,
         }
     }
 
@@ -225,15 +240,18 @@ enum Next {
     End,
 }
 
-/// Accepts a client, who sends a packet socket with one byte.
-fn accept(listener: &OwnedFd) -> Option<OwnedFd> {
-    let stream = rustix::net::accept_with(listener, SocketFlags::CLOEXEC).ok()?;
+/// A client's connection.
+struct Client {
+    /// The accepted stream, until a packet socket has come over it.
+    socket: OwnedFd,
+    has_come: bool,
+}
+
+/// Receives the packet socket that a client sends first, with one byte.
+fn receive_socket(stream: &OwnedFd) -> Option<OwnedFd> {
     let mut byte = [0];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    // It has been sent already by every client who waits for an answer.
-    let mut fds = [PollFd::new(&stream, PollFlags::IN)];
-    poll(&mut fds, Some(&CLIENT_PATIENCE)).ok()?;
     rustix::net::recvmsg(
         stream.as_fd(),
         &mut [IoSliceMut::new(&mut byte)],
@@ -248,7 +266,3 @@ fn accept(listener: &OwnedFd) -> Option<OwnedFd> {
     rustix::io::ioctl_fionbio(&socket, true).ok()?;
     Some(socket)
 }
-
-/// How long a client may take to send its socket.
-const CLIENT_PATIENCE: rustix::event::Timespec =
-    rustix::event::Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
