@@ -1,5 +1,5 @@
 //! What a guest's agent is told of checkpoints: it runs the scripts in the guest's `fork.d`, and
-//! makes the random numbers of a forked machine new.
+//! makes the random numbers of the machines on both sides new.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -47,17 +47,25 @@ pub fn around<T>(
     // Also after a script that has failed: those before it have done their work.
     let is_to_continue = !matches!(has_agent, Ok(false));
     let made = has_agent.and_then(|_| make());
-    if is_to_continue && let Err(error) = tell(&vsock, Moment::Continue) {
-        tracing::warn!("the guest's scripts, after the checkpoint: {error:#}");
+    if is_to_continue && let Err(error) = go_on(&vsock) {
+        tracing::warn!("the guest's agent, after the checkpoint: {error:#}");
     }
     made
+}
+
+fn go_on(vsock: &Path) -> anyhow::Result<bool> {
+    tell(vsock, Moment::Continue { random: random()? })
+}
+
+fn random() -> anyhow::Result<[u8; 32]> {
+    let mut random = [0; 32];
+    getrandom(&mut random, GetRandomFlags::empty())?;
+    Ok(random)
 }
 
 /// Tells the agent of a new machine which one it is. Returns whether it has confirmed that its
 /// random numbers are its own; false if the guest has no agent.
 pub fn in_fork(vsock: &Path, number: usize) -> anyhow::Result<bool> {
-    let mut random = [0; 32];
-    getrandom(&mut random, GetRandomFlags::empty())?;
     let number = u32::try_from(number)?;
-    tell(vsock, Moment::Fork { number, random })
+    tell(vsock, Moment::Fork { number, random: random()? })
 }

@@ -16,22 +16,31 @@ pub const SCRIPTS: &str = "/etc/ebb/fork.d";
 /// How much of a script's last words is sent.
 const MOST_WORDS: usize = 1000;
 
-/// Runs all scripts for a moment, in the order of their names. In a fork, the kernel gets new
-/// random numbers first.
+/// Runs all scripts for a moment, in the order of their names. After a checkpoint, the kernel gets
+/// new random numbers first, on either side.
 ///
 /// # Errors
 /// The first script that fails; later ones are not run.
 pub fn at(moment: Moment, scripts: &Path) -> anyhow::Result<()> {
-    let arguments = match moment {
-        Moment::Before => vec!["before".to_owned()],
-        Moment::Continue => vec!["continue".to_owned()],
-        Moment::Fork { number, random } => {
-            reseed::reseed(random).context("cannot reseed random numbers")?;
-            vec!["fork".to_owned(), number.to_string()]
+    let reseed = |random| reseed::reseed(random).context("cannot reseed random numbers");
+    match moment {
+        Moment::Before => run_all(scripts, &["before"]),
+        Moment::Continue { random } => {
+            // The scripts undo what those before the checkpoint have done.
+            let reseeded = reseed(random);
+            run_all(scripts, &["continue"])?;
+            reseeded
         }
-    };
+        Moment::Fork { number, random } => {
+            reseed(random)?;
+            run_all(scripts, &["fork", &number.to_string()])
+        }
+    }
+}
+
+fn run_all(scripts: &Path, arguments: &[&str]) -> anyhow::Result<()> {
     for script in find(scripts).with_context(|| format!("cannot read {}", scripts.display()))? {
-        run(&script, &arguments)?;
+        run(&script, arguments)?;
     }
     Ok(())
 }
@@ -59,7 +68,7 @@ fn find(directory: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(scripts)
 }
 
-fn run(script: &Path, arguments: &[String]) -> anyhow::Result<()> {
+fn run(script: &Path, arguments: &[&str]) -> anyhow::Result<()> {
     let mut command = Command::new(script);
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null());
     let output = command.output().with_context(|| format!("cannot run {}", script.display()))?;
@@ -90,7 +99,7 @@ mod tests {
         script("40-backup~", &format!("echo backup >> {log}"), 0o755);
         script("50-new.dpkg-dist", &format!("echo dpkg >> {log}"), 0o755);
         at(Moment::Before, directory.path()).unwrap();
-        at(Moment::Continue, directory.path()).unwrap();
+        run_all(directory.path(), &["continue"]).unwrap();
         let said = fs::read_to_string(&log).unwrap();
         assert_eq!(said, "first before\nsecond before\nfirst continue\nsecond continue\n");
         script("15-fails", "echo no disk >&2; exit 3", 0o755);

@@ -89,7 +89,11 @@ pub enum Moment {
     /// A checkpoint is about to be made.
     Before,
     /// It was made, or not, and the machine goes on.
-    Continue,
+    Continue {
+        /// Random bytes for its kernel: what it read next would be what machines that are made of
+        /// the checkpoint read before they have their own.
+        random: [u8; 32],
+    },
     /// The machine was made from a checkpoint.
     Fork {
         /// Its number among those that were made together.

@@ -76,7 +76,7 @@ fn serve() -> io::Result<()> {
         };
         let answer = match moment {
             Moment::Before => to_before.next().unwrap_or(Answer::Done),
-            Moment::Continue => Answer::UnknownMessage,
+            Moment::Continue { .. } => Answer::UnknownMessage,
             Moment::Fork { number, .. } => {
                 TO_FORKS.get(number as usize).copied().unwrap_or(Answer::Done)
             }
