@@ -3,7 +3,7 @@
 //!
 //! A client records one of a restored machine ([`Recorder`]), whose monitor only answers which
 //! parts were accessed until now (`GET /vm/working-set`). `ebb restore` reads the parts ahead of
-//! the guest ([`ReadAhead`]). The file is one JSON document, the same as the monitor's answer.
+//! the guest (`ReadAhead`). The file is one JSON document, the same as the monitor's answer.
 
 use std::collections::BTreeSet;
 use std::fs::File;
