@@ -93,11 +93,20 @@ struct Sizes {
 }
 
 fn sizes(scale: Scale) -> Sizes {
-    let host = HostShape { memory_mib: 2816, swap_mib: 256, nodes: 1 };
     let guest = GuestSize { memory_mib: 1024, cpus: 2 };
     match scale {
-        Scale::Demo => Sizes { host, guest, program_mib: 64, rounds: 5 },
-        Scale::Full => Sizes { host, guest, program_mib: 256, rounds: 20 },
+        Scale::Demo => Sizes {
+            host: HostShape { memory_mib: 2816, swap_mib: 256, nodes: 1 },
+            guest,
+            program_mib: 64,
+            rounds: 5,
+        },
+        Scale::Full => Sizes {
+            host: HostShape { memory_mib: 3072, swap_mib: 512, nodes: 1 },
+            guest,
+            program_mib: 256,
+            rounds: 20,
+        },
     }
 }
 
