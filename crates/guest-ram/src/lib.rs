@@ -9,8 +9,8 @@
 //!
 //! [`GuestRam::save`] writes memory to a sparse file, or while it is in use
 //! [`GuestRam::prepare_background_save`], and [`GuestRam::restore`] starts from one, reading pages
-//! on demand; [`GuestRam::working_set`] tells which, and [`read_ahead`] reads them before the next
-//! machine does. [`GuestRam::share`] and [`GuestRam::adopt`] pass memory to another
+//! on demand. [`GuestRam::working_set`] lists the parts that were accessed, and [`read_ahead`] reads
+//! them ahead of another machine. [`GuestRam::share`] and [`GuestRam::adopt`] pass memory to another
 //! process.
 //!
 //! A live migration, which copies memory while it changes, finds populated pages with

@@ -64,7 +64,7 @@ pub fn main() -> ExitCode {
 fn serve() -> io::Result<()> {
     let listener = ebb_agent::vsock::listen(PORT)?;
     let mut to_before = TO_BEFORE.into_iter();
-    // Whoever is not answered is not hung up on either.
+    // A client that is not answered keeps its connection.
     let mut silent = Vec::new();
     loop {
         let socket = rustix::net::accept(&listener)?;
