@@ -31,7 +31,7 @@ pub(super) fn receive(data: &[u8], taken: &mut dyn FnMut(&Own)) -> io::Result<()
     let leak = Leak::new()?;
     let (client, server) = packet::pair()?;
     let (gone, _) = UnixStream::pair()?;
-    // Connected, so that a request is sent, but without a wait for its answer.
+    // Connected, but its other end sends nothing: waiting for an answer ends at once.
     let (stream, peer) = UnixStream::pair()?;
     peer.shutdown(Shutdown::Write)?;
     let null = File::open("/dev/null")?;
