@@ -4,6 +4,7 @@
 use ebb_agent::count::CountReport;
 use ebb_agent::protocol::{Command, Event};
 use ebb_vmm::api::MergeState;
+use serde_json::json;
 
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, WRONG_CONTENT, counts, eventually, when};
@@ -42,6 +43,9 @@ fn hold_twice(guest: &Guest, pattern: u64) {
 
 fn no_write_is_lost(scene: &Scene) {
     let guest = merged(scene, "224M", "").args(["--cpus", "2"]).start_and_merge();
+    // Otherwise a page that was written to soon after it was merged is not merged for some scans,
+    // and it depends on what else the guest writes whether that is ever over before the next sweep.
+    guest.set_merge(&json!({ "smart_scan": false }));
     let mut increments = 0;
     // At least two rounds, and as many as a slow host needs to merge pages, and to merge pages
     // again that were merged and then written to.
