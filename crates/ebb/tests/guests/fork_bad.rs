@@ -1,9 +1,10 @@
-//! Checkpoints and forks where something is missing, slow or hostile: a full disk, a slow one, a
-//! host without memory, a device that may not be opened, a guest's agent that lies.
+//! Checkpoints and forks that are refused, and those where something is missing, slow or hostile:
+//! a full disk, a slow one, a host without memory, a device that may not be opened, a guest's agent
+//! that lies.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::io::IoSlice;
+use std::io::{IoSlice, Write as _};
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
@@ -13,7 +14,7 @@ use std::time::Duration;
 
 use ebb_agent::protocol::Command;
 use ebb_guest_agent::wire::PORT;
-use ebb_vmm::api::{Client, CopiedWhile, VmInfo, VmState};
+use ebb_vmm::api::{CheckpointReport, Client, CopiedWhile, VmInfo, VmState};
 use rustix::fs::statvfs;
 use rustix::mount::{
     MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_bind, mount_change,
@@ -28,14 +29,16 @@ use rustix::thread::{UnshareFlags, unshare_unsafe};
 use serde_json::Value;
 
 use crate::false_agent;
-use crate::fork::{checkpoint, failure, fork, holders, silently, unique};
+use crate::forked::{checkpoint, failure, fork, holders, silently, unique};
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, eventually, when};
 use crate::place::PROGRAM_IN_GUEST;
+use crate::saved::Restore;
 use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
+    Test::new("fork_bad::refused_requests", 240, refused_requests),
     Test::new("fork_bad::too_little_room_and_time", 400, too_little_room_and_time),
     Test::new("fork_bad::an_agent_that_lies", 400, an_agent_that_lies),
 ];
@@ -316,4 +319,100 @@ fn without_userfaultfd(scene: &Scene, name: &str) {
         assert_eq!(guest.read_file("/tmp/note"), "before");
     };
     std::thread::scope(|scope| scope.spawn(client).join()).unwrap();
+}
+
+fn refused_requests(scene: &Scene) {
+    let plain = Setup::new(scene).start();
+    let socket = plain.socket().to_str().unwrap().to_owned();
+    let name = unique(scene, "refused");
+    let text = failure(scene, &["ctl", &socket, "checkpoint", &name]);
+    assert!(text.contains("--forkable"), "{text}");
+    assert!(failure(scene, &["fork", &socket]).contains("--forkable"));
+    assert!(failure(scene, &["fork", &name]).contains("there is no checkpoint"));
+    plain.end();
+
+    let refused = |memory: &str| {
+        let setup = Setup::new(scene).memory(memory).args(["--forkable"]);
+        let (code, log) = setup.spawn().wait_end();
+        assert_eq!(code, Some(2), "{log}");
+        log
+    };
+    assert!(refused("size=512M,backing=memfd").contains("--forkable"));
+    assert!(refused("size=512M,merge=owner").contains("--forkable"));
+
+    let guest = Setup::new(scene).socket("second").args(["--forkable"]).start();
+    let socket = guest.socket().to_str().unwrap().to_owned();
+    for bad in ["a b", "..\u{e9}", &"x".repeat(65)] {
+        let text = failure(scene, &["ctl", &socket, "checkpoint", bad]);
+        assert!(text.contains("64 letters"), "{text}");
+    }
+    checkpoint(scene, &guest, &name);
+    let text = failure(scene, &["ctl", &socket, "checkpoint", &name]);
+    assert!(text.contains("another process listens"), "{text}");
+    let api = scene.path("fork");
+    let api = api.to_str().unwrap();
+    let text = failure(scene, &["fork", &name, "-n", "2", "--api", api]);
+    assert!(text.contains("{}"), "{text}");
+    let vsock = format!("path={api}.vsock");
+    let text = failure(scene, &["fork", &name, "--api", api, "--vsock", &vsock]);
+    assert!(text.contains("0 socket devices"), "{text}");
+    let text = failure(scene, &["fork", &name, "--api", api, "--disk", "path=/nowhere"]);
+    assert!(text.contains("0 disks"), "{text}");
+    let text = failure(scene, &["fork", &name, "-n", "10000"]);
+    assert!(text.contains("room for"), "{text}");
+    let text = failure(scene, &["fork", &name, "--api", &socket]);
+    assert!(text.contains("another process listens"), "{text}");
+    assert!(!Path::new(api).exists() && !Path::new(&format!("{api}.vsock")).exists());
+    // The log of the second machine cannot be opened: the first one goes on.
+    fs::create_dir(scene.path("log0")).unwrap();
+    let (logs, pattern) = (scene.path("log{}/log"), scene.path("logged{}"));
+    let (logs, pattern) = (logs.to_str().unwrap(), pattern.to_str().unwrap());
+    let arguments = ["fork", &name, "-n", "3", "--api", pattern, "--log-file", logs];
+    let text = failure(scene, &arguments);
+    assert!(text.contains("machine 1") && text.contains("log1/log"), "{text}");
+    assert!(!scene.path("logged1").exists() && !scene.path("logged2").exists());
+    silently(scene, &["ctl", scene.path("logged0").to_str().unwrap(), "kill"]);
+    // Not a socket, and none at all.
+    let (status, text) = guest.refused("PUT", "/vm/checkpoint", r#"{"name": "x"}"#);
+    assert_eq!(status, 422, "{text}");
+    let target = serde_json::json!({ "name": "x" });
+    let null = File::open("/dev/null").unwrap();
+    let error = guest
+        .client()
+        .put_json_with::<CheckpointReport>("/vm/checkpoint", &target, &[null.as_fd()])
+        .unwrap_err();
+    assert!(error.to_string().contains("one socket"), "{error}");
+    // Clients that say nothing, or nonsense, do not keep others from a checkpoint.
+    let place = format!("/run/ebb/checkpoints/{name}.sock");
+    let silent: Vec<_> = (0..4).map(|_| UnixStream::connect(&place).unwrap()).collect();
+    let mut wrong = UnixStream::connect(&place).unwrap();
+    wrong.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    let forks = fork(scene, &name, "after", 1, &[]);
+    assert_eq!(forks[0].guest.vm().state, VmState::Running);
+    drop((silent, wrong));
+    // A guest that has been paused, and one that has a snapshot written.
+    guest.put("/vm/pause");
+    assert_eq!(checkpoint(scene, &guest, &unique(scene, "paused")).paused_us, 0);
+    let paused = fork(scene, &unique(scene, "paused"), "paused", 1, &[]);
+    assert_eq!(paused[0].guest.vm().state, VmState::Running);
+    let report = paused[0].guest.save(&scene.path("of-a-fork.snapshot"));
+    assert_eq!(report.copied, CopiedWhile::Running, "{report:?}");
+    assert_eq!(guest.vm().state, VmState::Paused);
+    for name in [&name, &unique(scene, "paused")] {
+        silently(scene, &["checkpoints", "remove", name]);
+    }
+    guest.put("/vm/resume");
+    guest.end();
+    let restored = Restore::new(scene, &scene.path("of-a-fork.snapshot"))
+        .socket("restored")
+        .args(["--forkable"])
+        .start();
+    // Memory that is mapped from a snapshot's file is forked, too.
+    let socket = restored.socket().to_str().unwrap().to_owned();
+    let forks = fork(scene, &socket, "of-restored", 2, &[]);
+    restored.end();
+    for fork in forks {
+        fork.guest.write_file("/tmp/x", "written");
+        assert_eq!(fork.guest.read_file("/tmp/x"), "written");
+    }
 }

@@ -23,7 +23,9 @@ mod exec;
 mod false_agent;
 mod firecracker;
 mod fork;
+mod fork_alone;
 mod fork_bad;
+mod forked;
 mod guest;
 mod harness;
 mod hostile;
@@ -106,6 +108,7 @@ const TESTS: &[&[Test]] = &[
     bad_input::TESTS,
     hostile::TESTS,
     fork::TESTS,
+    fork_alone::TESTS,
     fork_bad::TESTS,
     snapshot::TESTS,
     saving::TESTS,

@@ -7,7 +7,7 @@ use ebb_page_merge::kernel::knobs::RUN_MERGE;
 use ebb_page_merge::kernel::{Knob, Ksm, KsmGuard, SYSFS};
 use ebb_vmm::api::MergeState;
 
-use crate::fork::{Fork, checkpoint, failure, fork, silently, unique};
+use crate::forked::{Fork, checkpoint, failure, fork, silently, unique};
 use crate::guest::MIB;
 use crate::harness::{Scene, Test, eventually, when};
 use crate::merge_support::{Broker, PAGE_BYTES, stable_frames};

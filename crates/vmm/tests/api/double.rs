@@ -1,5 +1,9 @@
 //! A test double of a virtual machine. The server under test is the real one.
 
+// Tests of another crate include this file by its path.
+#[path = "double/answers.rs"]
+mod answers;
+
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -59,33 +63,6 @@ pub struct State {
     pub disk_bytes: u64,
     /// The link of the only network device, `net0`.
     pub link: LinkState,
-}
-
-/// All counters of merging.
-fn counted() -> MergeStatistics {
-    MergeStatistics {
-        scope: MergeScope::Machine,
-        pages_shared: Some(1),
-        pages_sharing: Some(2),
-        pages_unshared: Some(3),
-        pages_volatile: Some(4),
-        pages_scanned: Some(5),
-        pages_skipped: Some(6),
-        full_scans: Some(7),
-        ksm_zero_pages: Some(8),
-        general_profit: Some(-9),
-        stable_node_chains: Some(10),
-        stable_node_dups: Some(11),
-        merged_bytes: Some(12),
-        remote_merged_pages: Some(13),
-        hashed_pages: Some(14),
-        clean_pages: Some(15),
-        broken_pages: Some(21),
-        brought_back_pages: Some(20),
-        remerged_pages: Some(19),
-        metadata_bytes: Some(16),
-        replaced: Some(MergeReplaced { done: 17, ..MergeReplaced::default() }),
-    }
 }
 
 struct Shared {
@@ -175,34 +152,6 @@ impl Drop for Question {
     }
 }
 
-/// A parking that evicted all but what the guest keeps of its 100 MiB of caches.
-fn parked(request: &ParkRequest) -> ParkReport {
-    let caches = 100 << 20;
-    let returned_bytes = caches - request.keep_bytes.min(caches);
-    let stage = |stage, end, reason: Option<&str>, returned_bytes| ParkStage {
-        stage,
-        end,
-        reason: reason.map(str::to_owned),
-        returned_bytes,
-        elapsed_us: 250_000,
-    };
-    ParkReport {
-        stages: vec![
-            stage(
-                ParkStageName::Evict,
-                ParkStageEnd::Stopped,
-                Some("it reads files"),
-                returned_bytes,
-            ),
-            stage(ParkStageName::Report, ParkStageEnd::Skipped, Some("no such driver"), 0),
-            stage(ParkStageName::Trim, ParkStageEnd::Done, None, 0),
-        ],
-        resident_before_bytes: 200 << 20,
-        resident_bytes: (200 << 20) - returned_bytes,
-        elapsed_us: 500_000,
-    }
-}
-
 impl TestVm {
     pub fn new(mood: Mood) -> Self {
         let state = State {
@@ -276,37 +225,26 @@ impl Machine for TestVm {
                 drop(self.change(Needs::Nothing)?);
                 Document::Vm(self.info())
             }
-            Operation::Trim => Document::Trim(self.trim()?),
+            Operation::Trim => {
+                drop(self.change(Needs::Nothing)?);
+                Document::Trim(answers::TRIMMED)
+            }
             Operation::Park(request) => {
                 drop(self.change(Needs::Nothing)?);
-                Document::Park(parked(&request))
+                Document::Park(answers::parked(&request))
             }
-            Operation::ParkStatus => Document::ParkStatus(ParkStatus {
-                last: Some(parked(&ParkRequest::default())),
-                since: Some(ParkSince {
-                    elapsed_ms: 61_000,
-                    resident_bytes: 160 << 20,
-                    major_faults: Some(12),
-                    caches_grown_bytes: Some(9 << 20),
-                    swapped_in_bytes: None,
-                }),
-            }),
-            Operation::Snapshot(target) => Document::Snapshot(self.snapshot(&target)?),
+            Operation::ParkStatus => Document::ParkStatus(answers::park_status()),
+            Operation::Snapshot(target) => {
+                drop(self.change(Needs::Nothing)?);
+                Document::Snapshot(answers::snapshot(&target))
+            }
             Operation::WorkingSet => {
                 drop(self.change(Needs::Nothing)?);
-                Document::WorkingSet(WorkingSet {
-                    snapshot: "0123456789abcdef".into(),
-                    extents: vec![WorkingSetExtent { offset_bytes: 1 << 20, size_bytes: 1 << 16 }],
-                })
+                Document::WorkingSet(answers::working_set())
             }
             Operation::Checkpoint(target) => {
                 drop(self.change(Needs::Nothing)?);
-                Document::Checkpoint(CheckpointReport {
-                    name: target.name,
-                    pid: 4711,
-                    paused_us: 900,
-                    forked_us: 300,
-                })
+                Document::Checkpoint(answers::checkpoint(target.name))
             }
             Operation::Migrate(request) => {
                 self.change(Needs::Nothing)?.migration = Some(*request);
@@ -341,15 +279,7 @@ impl Machine for TestVm {
             Operation::FreePages(request) => return self.request_free_pages(request),
             Operation::Reclaim(request) => {
                 drop(self.change(Needs::Balloon)?);
-                Document::Reclaim(ReclaimReport {
-                    request_id: 8,
-                    status: RequestStatus::Done,
-                    min_order: request.min_order,
-                    reported_bytes: 6 << 20,
-                    resident_before_bytes: 8 << 20,
-                    resident_bytes: 2 << 20,
-                    elapsed_us: 1000,
-                })
+                Document::Reclaim(answers::reclaimed(&request))
             }
             Operation::HintRun(_) => return Err(ControlError::NoBalloon),
             Operation::Disks => Document::Disks(self.disks()?),
@@ -379,7 +309,7 @@ impl Machine for TestVm {
                 }
                 Document::Merge(Box::new(self.merge()?))
             }
-            Operation::Metrics => Document::Metrics(Box::new(Self::metrics())),
+            Operation::Metrics => Document::Metrics(Box::new(answers::metrics())),
         };
         Ok(document.into())
     }
@@ -418,30 +348,6 @@ impl TestVm {
                 connections: 2,
             }),
         }
-    }
-
-    fn snapshot(&self, target: &SnapshotTarget) -> Result<SnapshotReport, ControlError> {
-        let _state = self.change(Needs::Nothing)?;
-        Ok(SnapshotReport {
-            path: target.path.display().to_string(),
-            file_bytes: 1 << 30,
-            stored_bytes: 100 << 20,
-            ram_bytes: 99 << 20,
-            elapsed_ms: 700,
-            paused_ms: 600,
-            copied: CopiedWhile::Running,
-        })
-    }
-
-    fn trim(&self) -> Result<TrimReport, ControlError> {
-        let _state = self.change(Needs::Nothing)?;
-        Ok(TrimReport {
-            scanned_bytes: 4 << 20,
-            returned_bytes: 1 << 20,
-            pauses: 1,
-            longest_pause_us: 900,
-            complete: true,
-        })
     }
 
     fn migration(&self) -> MigrationStatus {
@@ -547,7 +453,7 @@ impl TestVm {
                 pages_per_second: Some(50_000),
                 ..MergeSettings::default()
             }),
-            statistics: Some(counted()),
+            statistics: Some(answers::counted()),
         })
     }
 
@@ -623,32 +529,5 @@ impl TestVm {
         }
         state.limits = state.limits.changed(&change.limits).map_err(invalid)?;
         Ok(())
-    }
-
-    fn metrics() -> Metrics {
-        Metrics {
-            memory_bytes: MEMORY_BYTES,
-            guest_resident_bytes: 123 << 20,
-            guest_shared_bytes: 0,
-            process_resident_bytes: 128 << 20,
-            overhead_resident_bytes: 5 << 20,
-            uptime_ms: 1234,
-            balloon: Some(BalloonMetrics {
-                counters: Counters {
-                    reporting: QueueCounters { bytes: 2 << 20, ..QueueCounters::default() },
-                    discard: DiscardCounters { failures: 3, ..DiscardCounters::default() },
-                    ..Counters::default()
-                },
-                ..BalloonMetrics::default()
-            }),
-            merge: Some(counted()),
-            delayed_requests: vec![KindCount::new("disk0", 5)],
-            vsock: Some(VsockMetrics::default()),
-            net_frames: vec![KindCount::new("net0_rx", 8), KindCount::new("net0_tx", 9)],
-            net_bytes: vec![KindCount::new("net0_rx", 800), KindCount::new("net0_tx", 900)],
-            net_dropped: vec![KindCount::new("net0_rx", 0), KindCount::new("net0_tx", 1)],
-            vcpu_exits: vec![KindCount::new("io", 17)],
-            start_us: vec![KindCount::new("build", 1800)],
-        }
     }
 }
