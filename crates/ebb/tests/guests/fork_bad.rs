@@ -15,6 +15,7 @@ use std::time::Duration;
 use ebb_agent::protocol::Command;
 use ebb_guest_agent::wire::PORT;
 use ebb_vmm::api::{CheckpointReport, Client, CopiedWhile, VmInfo, VmState};
+use ebb_vmm::checkpoint::Held;
 use rustix::fs::statvfs;
 use rustix::mount::{
     MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_bind, mount_change,
@@ -387,9 +388,16 @@ fn refused_requests(scene: &Scene) {
     let silent: Vec<_> = (0..4).map(|_| UnixStream::connect(&place).unwrap()).collect();
     let mut wrong = UnixStream::connect(&place).unwrap();
     wrong.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    // Nor do many that are at work, none of which loses its connection.
+    let at_work: Vec<_> = (0..40).map(|_| Held::connect(Path::new(&place)).unwrap()).collect();
+    for _ in 0..2 {
+        let memory = at_work.iter().map(|held| held.info().unwrap().0.memory_bytes);
+        assert!(memory.into_iter().all(|bytes| bytes >= 512 * MIB));
+    }
     let forks = fork(scene, &name, "after", 1, &[]);
     assert_eq!(forks[0].guest.vm().state, VmState::Running);
-    drop((silent, wrong));
+    assert!(at_work.iter().all(|held| held.info().is_ok()));
+    drop((silent, wrong, at_work));
     // A guest that has been paused, and one that has a snapshot written.
     guest.put("/vm/pause");
     assert_eq!(checkpoint(scene, &guest, &unique(scene, "paused")).paused_us, 0);

@@ -19,8 +19,9 @@ use crate::packet;
 use crate::snapshot::MachineState;
 use crate::vm::Vm;
 
-/// Most clients at a time; one more takes the place of the oldest.
-const MOST_CLIENTS: usize = 16;
+/// Most clients at a time. One more takes the place of the oldest that has said nothing yet, and
+/// waits if there is none: the others may be in the middle of their work.
+const MOST_CLIENTS: usize = 64;
 
 /// What a checkpoint consists of, and what machines are made from.
 pub(super) struct Template<'a> {
@@ -130,7 +131,8 @@ impl<'a> Template<'a> {
             let mut fds: Vec<PollFd<'_>> =
                 clients.iter().map(|client| PollFd::new(&client.socket, PollFlags::IN)).collect();
             if let Control::Listener(listener) = &control {
-                fds.push(PollFd::new(listener, PollFlags::IN));
+                let events = if has_room(&clients) { PollFlags::IN } else { PollFlags::empty() };
+                fds.push(PollFd::new(listener, events));
             }
             match poll(&mut fds, None) {
                 Ok(_) | Err(Errno::INTR) => {}
@@ -158,10 +160,13 @@ impl<'a> Template<'a> {
                 Control::Listener(listener) => {
                     let accept = || rustix::net::accept_with(listener, SocketFlags::CLOEXEC);
                     if ready.last() == Some(&true)
+                        && has_room(&clients)
                         && let Ok(socket) = accept()
                     {
-                        if clients.len() >= MOST_CLIENTS {
-                            drop(clients.remove(0));
+                        if clients.len() >= MOST_CLIENTS
+                            && let Some(index) = silent(&clients)
+                        {
+                            drop(clients.remove(index));
                         }
                         clients.push(Client { socket, has_come: false });
                     }
@@ -245,6 +250,15 @@ struct Client {
     /// The accepted stream, until a packet socket has come over it.
     socket: OwnedFd,
     has_come: bool,
+}
+
+/// The oldest client that has said nothing.
+fn silent(clients: &[Client]) -> Option<usize> {
+    clients.iter().position(|client| !client.has_come)
+}
+
+fn has_room(clients: &[Client]) -> bool {
+    clients.len() < MOST_CLIENTS || silent(clients).is_some()
 }
 
 /// Receives the packet socket that a client sends first, with one byte.
