@@ -11,13 +11,16 @@ use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
+use ebb_guest_agent::wire::NewMac;
 use ebb_vmm::api::Client;
 use ebb_vmm::checkpoint::{CheckpointError, ForkOptions, Forked, Forks, Held};
 use ebb_vmm::config::merge::MERGE_FORM;
 use ebb_vmm::config::net::NET_FORM;
 use ebb_vmm::config::options::{CGROUP_FORM, DISK_FORM};
 use ebb_vmm::config::vsock::VSOCK_FORM;
-use ebb_vmm::config::{DiskConfig, MergeConfig, MergeOverrides, NetConfig, Switch, VsockOption};
+use ebb_vmm::config::{
+    DiskConfig, MacAddress, MergeConfig, MergeOverrides, NetConfig, Switch, VsockOption,
+};
 use ebb_vmm::isolation::CgroupConfig;
 use ebb_vmm::size::ByteSize;
 use serde::Serialize;
@@ -97,8 +100,8 @@ pub struct Args {
     /// time of the original
     #[arg(long)]
     accept_changed_disks: bool,
-    /// Have the guests' agents make their random numbers new, and run the scripts in
-    /// /etc/ebb/fork.d
+    /// Have the guests' agents make their random numbers new, set network addresses that are new
+    /// (--net …,mac=random), and run the scripts in /etc/ebb/fork.d
     #[arg(long, default_value = "on", value_parser = word::<Switch>())]
     hooks: Switch,
     /// Print one JSON document instead of a table
@@ -178,7 +181,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     check_room(args.n)?;
     let (machines, failed) = std::thread::scope(|scope| {
         let may_have_agent = args.hooks.is_on() && info.vsock_driver;
-        make(args, options, &held, may_have_agent, scope)
+        make(args, options, &held, &info.macs, may_have_agent, scope)
     });
     let elapsed_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
     let report = Report { paused_us, elapsed_ms, machines };
@@ -208,6 +211,7 @@ fn make<'scope>(
     args: &Args,
     options: Vec<ForkOptions>,
     held: &Held,
+    macs: &[MacAddress],
     may_have_agent: bool,
     scope: &'scope Scope<'scope, '_>,
 ) -> (Vec<Made>, Option<anyhow::Error>) {
@@ -245,8 +249,9 @@ fn make<'scope>(
                     reseeded: None,
                 };
                 let is_asked = may_have_agent && !options.paused;
+                let macs = new_macs(macs, &options.nets);
                 let answer = options.vsock.filter(|_| is_asked).map(|vsock| {
-                    scope.spawn(move || (hooks::in_fork(&vsock.path, number), Instant::now()))
+                    scope.spawn(move || (hooks::in_fork(&vsock.path, number, macs), Instant::now()))
                 });
                 running.push_back((number, Running { made, begun, answer }));
             }
@@ -261,6 +266,13 @@ fn make<'scope>(
         collect(&mut running, &mut machines, &mut failed);
     }
     (machines.into_values().collect(), failed)
+}
+
+/// Addresses of a machine's network devices that differ from those of the checkpoint.
+fn new_macs(old: &[MacAddress], nets: &[NetConfig]) -> Vec<NewMac> {
+    let given = old.iter().zip(nets).filter_map(|(old, net)| Some((*old, net.mac?)));
+    let new = given.filter(|(old, new)| old != new);
+    new.map(|(old, new)| NewMac { old: old.bytes(), new: new.bytes() }).collect()
 }
 
 /// Takes the answer of the guest that was asked first.

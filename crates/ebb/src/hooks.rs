@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
-use ebb_guest_agent::wire::{Ended, Moment, Request};
+use ebb_guest_agent::wire::{Ended, Moment, NewMac, Request};
 use ebb_vmm::api::{Client, VmInfo, VmState};
 use ebb_vmm::config::Switch;
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -63,9 +63,10 @@ fn random() -> anyhow::Result<[u8; 32]> {
     Ok(random)
 }
 
-/// Tells the agent of a new machine which one it is. Returns whether it has confirmed that its
-/// random numbers are its own; false if the guest has no agent.
-pub fn in_fork(vsock: &Path, number: usize) -> anyhow::Result<bool> {
+/// Tells the agent of a new machine which one it is, and its network addresses that are new.
+/// Returns whether it has confirmed that they and its random numbers are its own; false if the
+/// guest has no agent.
+pub fn in_fork(vsock: &Path, number: usize, macs: Vec<NewMac>) -> anyhow::Result<bool> {
     let number = u32::try_from(number)?;
-    tell(vsock, Moment::Fork { number, random: random()? })
+    tell(vsock, Moment::Fork { number, random: random()?, macs })
 }

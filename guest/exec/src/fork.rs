@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, bail};
 
-use crate::reseed;
 use crate::wire::Moment;
+use crate::{interfaces, reseed};
 
 /// Directory of the scripts.
 pub const SCRIPTS: &str = "/etc/ebb/fork.d";
@@ -17,7 +17,7 @@ pub const SCRIPTS: &str = "/etc/ebb/fork.d";
 const MOST_WORDS: usize = 1000;
 
 /// Runs all scripts for a moment, in the order of their names. After a checkpoint, the kernel gets
-/// new random numbers first, on either side.
+/// new random numbers first, on either side, and in a new machine its own network addresses.
 ///
 /// # Errors
 /// The first script that fails; later ones are not run.
@@ -31,8 +31,9 @@ pub fn at(moment: Moment, scripts: &Path) -> anyhow::Result<()> {
             run_all(scripts, &["continue"])?;
             reseeded
         }
-        Moment::Fork { number, random } => {
+        Moment::Fork { number, random, macs } => {
             reseed(random)?;
+            interfaces::give(&macs).context("cannot set a network address")?;
             run_all(scripts, &["fork", &number.to_string()])
         }
     }

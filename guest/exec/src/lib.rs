@@ -14,6 +14,7 @@ pub mod exec;
 pub mod fork;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
+mod interfaces;
 pub mod reseed;
 pub mod server;
 pub mod transfer;

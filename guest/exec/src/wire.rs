@@ -83,7 +83,7 @@ pub enum Request {
 }
 
 /// A moment in a machine's life for which the guest has scripts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Moment {
     /// A checkpoint is about to be made.
@@ -100,7 +100,19 @@ pub enum Moment {
         number: u32,
         /// Random bytes for its kernel.
         random: [u8; 32],
+        /// Addresses of its network interfaces that are new.
+        #[serde(default)]
+        macs: Vec<NewMac>,
     },
+}
+
+/// A network interface gets another address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NewMac {
+    /// The one that it had when the machine was forked.
+    pub old: [u8; 6],
+    /// Its own.
+    pub new: [u8; 6],
 }
 
 /// A command to run.

@@ -7,11 +7,13 @@ use std::path::Path;
 
 use ebb_agent::protocol::Command;
 use ebb_agent::vsock::Service;
+use ebb_vmm::api::NetInfo;
 use serde_json::Value;
 
 use crate::forked::{document, ebb, failure, fork, silently, unique};
 use crate::guest::Guest;
 use crate::harness::{Scene, Test, counts, eventually, when};
+use crate::net::Tap;
 use crate::place::GUEST_AGENT;
 use crate::setup::Setup;
 
@@ -19,6 +21,7 @@ use crate::setup::Setup;
 pub const TESTS: &[Test] = &[
     Test::new("fork_alone::what_each_has_alone", 300, what_each_has_alone),
     Test::new("fork_alone::what_its_guest_is_told", 300, what_its_guest_is_told),
+    Test::new("fork_alone::its_network_address", 300, its_network_address),
 ];
 
 /// Sockets, disks, interfaces and cgroups.
@@ -229,4 +232,48 @@ fn what_its_guest_is_told(scene: &Scene) {
     // It runs.
     silently(scene, &["ctl", api.to_str().unwrap(), "kill"]);
     silently(scene, &["checkpoints", "remove", &name, &second, &failing]);
+}
+
+/// The addresses of interfaces, which the agent sets, also in the fork of a fork.
+fn its_network_address(scene: &Scene) {
+    let taps = [0, 1, 2].map(|number| Tap::new(scene, number));
+    let first = format!("tap={},mac=02:00:00:00:00:07", taps[0].name);
+    let vsock = format!("path={}", scene.path("vsock").display());
+    let parent = Setup::new(scene)
+        .initrd(&scene.world.hostile_initrd)
+        .args(["--forkable", "--vsock", &vsock, "--net", &first])
+        .start();
+    let job = parent.send(Command::Exec { argv: vec![GUEST_AGENT.to_owned()] });
+    parent.wait_started(job);
+    let guests = |guest: &Guest| guest.read_file("/sys/class/net/eth0/address").trim().to_owned();
+    let devices = |guest: &Guest| {
+        let info: NetInfo = guest.client().get("/net").unwrap();
+        info.devices[0].mac.to_string()
+    };
+    let forked = |of: &Guest, name: &str, net: &str| {
+        let vsock = format!("path={}", scene.path(&format!("{name}.vsock")).display());
+        let socket = of.socket().to_str().unwrap().to_owned();
+        // The agent that answers is the one that was forked.
+        fork(scene, &socket, name, 1, &["--vsock", &vsock, "--net", net]).remove(0)
+    };
+    let child = forked(&parent, "child", &format!("tap={},mac=random", taps[1].name));
+    let random = devices(&child.guest);
+    assert_ne!(random, "02:00:00:00:00:07");
+    assert_eq!(guests(&child.guest), random);
+    assert_eq!(guests(&parent), "02:00:00:00:00:07");
+    let net = format!("tap={},mac=02:00:00:00:00:09", taps[2].name);
+    let grandchild = forked(&child.guest, "grandchild", &net);
+    assert_eq!(guests(&grandchild.guest), "02:00:00:00:00:09");
+    assert_eq!(devices(&grandchild.guest), "02:00:00:00:00:09");
+    assert_eq!(guests(&child.guest), random);
+    drop((grandchild, child));
+    // Without another address it keeps the first machine's.
+    let same = forked(&parent, "same", &format!("tap={}", taps[1].name));
+    assert_eq!((guests(&same.guest), devices(&same.guest)), (guests(&parent), devices(&parent)));
+    // One that the guest has set by itself stays.
+    let argv = ["/bin/busybox", "ifconfig", "eth0", "hw", "ether", "02:00:00:00:00:0a"];
+    let result = parent.run(Command::Exec { argv: argv.map(str::to_owned).to_vec() });
+    assert_eq!(result["code"], 0, "{result}");
+    let own = forked(&parent, "own", &format!("tap={},mac=random", taps[2].name));
+    assert_eq!(guests(&own.guest), "02:00:00:00:00:0a");
 }

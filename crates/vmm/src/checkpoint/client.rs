@@ -305,7 +305,7 @@ impl ForkOptions {
         }
         let given = [
             ("disks", info.disks, "--disk path=FILE", self.disks.len()),
-            ("network devices", info.nets, "--net tap=NAME", self.nets.len()),
+            ("network devices", info.macs.len(), "--net tap=NAME", self.nets.len()),
             (
                 "socket devices",
                 usize::from(info.vsock),

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::config::{
-    DiskConfig, DiskFormat, MergeBackend, MergeConfig, NetConfig, RateLimits, Switch,
+    DiskConfig, DiskFormat, MacAddress, MergeBackend, MergeConfig, NetConfig, RateLimits, Switch,
 };
 
 /// Files of /proc/PID that a monitor reads about itself. A forked machine's monitor cannot open its
@@ -59,8 +59,8 @@ pub struct CheckpointInfo {
     pub memory_bytes: u64,
     /// Number of the guest's disks: each machine needs as many.
     pub disks: usize,
-    /// Number of its network devices.
-    pub nets: usize,
+    /// Addresses of its network devices: each machine needs as many devices.
+    pub macs: Vec<MacAddress>,
     /// Whether it has a socket device.
     pub vsock: bool,
     /// Whether the guest has a driver for that.

@@ -11,7 +11,7 @@ use super::{ConfigError, RateLimits};
 use crate::mmds::Served;
 
 /// Form of `--net`.
-pub const NET_FORM: &str = "tap=NAME|fd=N|user[,mac=MAC][,mtu=N][,ports=8080:80+2222:22]\
+pub const NET_FORM: &str = "tap=NAME|fd=N|user[,mac=MAC|random][,mtu=N][,ports=8080:80+2222:22]\
     [,rx_bandwidth=SIZE][,rx_bandwidth_burst=SIZE][,rx_ops=N][,rx_ops_burst=N]\
     [,tx_bandwidth=SIZE][,tx_bandwidth_burst=SIZE][,tx_ops=N][,tx_ops_burst=N]";
 /// Smallest MTU that a device may announce (virtio 1.3 section 5.1.4.1).
@@ -184,7 +184,7 @@ impl FromStr for NetConfig {
         }
         let config = Self {
             backend,
-            mac: pairs.take_parsed("mac", "an address of one interface, 02:…")?,
+            mac: take_mac(&mut pairs)?,
             mtu: pairs.take_parsed("mtu", "a number from 68 to 65535")?,
             receive_limits: RateLimits::take_prefixed(&mut pairs, "rx_")?,
             transmit_limits: RateLimits::take_prefixed(&mut pairs, "tx_")?,
@@ -194,6 +194,16 @@ impl FromStr for NetConfig {
         config.validate()?;
         Ok(config)
     }
+}
+
+/// `random` is another address also for a machine that continues, which otherwise keeps its own.
+fn take_mac(pairs: &mut Pairs<'_>) -> Result<Option<MacAddress>, ConfigError> {
+    let Some(text) = pairs.take("mac") else { return Ok(None) };
+    if text == "random" {
+        return Ok(Some(MacAddress::random()));
+    }
+    let form = "an address of one interface, 02:…, or `random`";
+    text.parse().map(Some).map_err(|_| pairs.error("mac", text, form))
 }
 
 fn take_ports(pairs: &mut Pairs<'_>) -> Result<Option<Vec<PortForward>>, ConfigError> {
@@ -335,7 +345,10 @@ mod tests {
     fn random_addresses_are_local_and_differ() {
         let (first, second) = (MacAddress::random(), MacAddress::random());
         assert_ne!(first, second);
-        for mac in [first, second] {
+        let given = || "tap=a,mac=random".parse::<NetConfig>().unwrap().mac.unwrap();
+        let (third, fourth) = (given(), given());
+        assert_ne!(third, fourth);
+        for mac in [first, second, third, fourth] {
             assert_eq!(mac.bytes()[0] & 3, 2);
             assert_eq!(mac.to_string().parse(), Ok(mac));
         }

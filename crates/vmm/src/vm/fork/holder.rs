@@ -60,7 +60,8 @@ impl<'a> Template<'a> {
             created_unix_ms: u64::try_from(created.as_millis()).unwrap_or(u64::MAX),
             memory_bytes: vm.ram.size_bytes(),
             disks: vm.config.disks.len(),
-            nets: vm.config.nets.len(),
+            // They are known once the machine is built.
+            macs: vm.config.nets.iter().filter_map(|net| net.mac).collect(),
             vsock: vm.config.vsock.is_some(),
             vsock_driver: state
                 .devices
