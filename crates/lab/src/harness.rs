@@ -16,6 +16,7 @@ pub mod guest;
 pub mod guest_process;
 pub mod host;
 pub mod in_virtual_host;
+pub mod incoming;
 pub mod link;
 pub mod maps;
 pub mod merging;

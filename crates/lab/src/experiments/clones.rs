@@ -7,6 +7,7 @@
 
 use std::panic::resume_unwind;
 use std::path::Path;
+use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,11 +19,12 @@ use serde_json::json;
 use crate::LabError;
 use crate::error::GuestProblem;
 use crate::harness::experiment::{Experiment, Needed, Needs, Run, SeriesPlan, parameters};
-use crate::harness::forks::{Checkpoint, Fork, SOCKET_MODULE, TEMPLATE, Template};
+use crate::harness::forks::{Fork, SOCKET_MODULE, TEMPLATE, Template};
 use crate::harness::guest::Guest;
 use crate::harness::host::{self, MemoryKinds, MemoryState};
+use crate::harness::incoming;
 use crate::harness::merging::{self, Merging, Nodes};
-use crate::harness::monitor::{Setup, System};
+use crate::harness::monitor::{MonitorKind, Setup, System};
 use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::testbed::Testbed;
 use crate::report::figures::{Curve, Drawing};
@@ -39,6 +41,7 @@ pub static CLONES: Experiment = Experiment {
     parameters: |scale| parameters(&sizes(scale)),
     guests: |scale| sizes(scale).most_untouched,
     needs: Needs {
+        modules: &[incoming::HOST_SOCKET_MODULE],
         guest_modules: &["crc32c_generic", "ext4", SOCKET_MODULE],
         guest_programs: &[Needed { path: BUSYBOX, remedy: "apt-get install busybox-static" }],
         ..Experiment::DEFAULT.needs
@@ -102,13 +105,21 @@ const PARKED: &str = "parked";
 /// And the one whose monitors merge what the machines have written.
 const MERGED: &str = "merged";
 const MERGED_SMALL: &str = "merged-small";
+/// The peer of the first one.
+const QEMU: &str = "qemu";
 
 fn series() -> Vec<SeriesPlan> {
-    let setup = Setup { system: System::AgentWithDebian, ..Setup::EBB };
+    // Hundreds of idle guests that look at their clocks keep an emulated host's processors busy.
+    let setup = Setup { system: System::AgentWithDebian, seldom_wakes: true, ..Setup::EBB };
     let plan = |name, summary| SeriesPlan::new(name, summary, Run::Guests(setup, run));
     let merged = Setup { merging: Merging::Owner(Nodes::Across), ..setup };
     vec![
         plan(UNTOUCHED, "machines that have answered once"),
+        SeriesPlan::new(
+            QEMU,
+            "the same by QEMU, which maps the memory's file privately (-incoming)",
+            Run::Guests(Setup { monitor: MonitorKind::Qemu, ..setup }, run),
+        ),
         plan(WORKED, "each has used 256 MiB, freed them, and run some of Python's tests"),
         plan(PARKED, "and was parked after it"),
         SeriesPlan::new(
@@ -242,7 +253,7 @@ fn metrics() -> Vec<Metric<Found>> {
     ];
     all.extend(times(
         ["first_answer_ms", "first_answer_p99_ms"],
-        "ebb fork until the guest answers",
+        "From a machine's start until its guest answers",
         |found| &found.answer_ms,
     ));
     all.push(Metric::lower(
@@ -274,7 +285,10 @@ fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
     testbed.prepare_merging()?;
     let disk = testbed.work_disk()?;
     let mut found = Found::default();
-    let outcome = clones(testbed, disk.path(), series, &mut found);
+    let outcome = match testbed.setup().monitor {
+        MonitorKind::Ebb => clones(testbed, disk.path(), series, &mut found),
+        MonitorKind::Qemu => incoming_clones(testbed, disk.path(), series, &mut found),
+    };
     metrics::measure(&metrics(), &found, series);
     series.drawings.push(found.drawing());
     outcome
@@ -288,23 +302,38 @@ fn clones(
 ) -> Result<(), LabError> {
     let sizes = sizes(testbed.scale());
     let mut template = Template::start(testbed, sizes.guest, Some(disk))?;
-    testbed.events().step(TEMPLATE, "works");
-    shell(&mut template.guest, ENTER)?;
-    work(&mut template.guest, sizes)?;
-    thread::sleep(REST);
+    prepare(testbed, &mut template.guest)?;
     let (checkpoint, _) = template.checkpoint()?;
     testbed.events().step(TEMPLATE, "ends");
     template.end();
     testbed.show(&[]);
     if series.name == UNTOUCHED {
         testbed.events().step(0, "forks several machines at once");
-        found.together_ms = together(&checkpoint, testbed.guests(sizes.together))?;
+        found.together_ms = together(testbed.guests(sizes.together), |number| {
+            let fork = checkpoint.fork(number)?;
+            fork.wait_answer()?;
+            Ok(fork)
+        })?;
     }
-    thread::sleep(REST);
-    found.before = Some(Look::new(testbed)?);
     let planned = if series.name == UNTOUCHED { sizes.most_untouched } else { sizes.most_worked };
-    let most = testbed.guests(planned);
-    let (end, forks) = fill(testbed, &template, &checkpoint, most, &series.name, found)?;
+    let (end, forks) = fill(testbed, planned, found, |number, found| {
+        let begun = Instant::now();
+        let fork = checkpoint.fork(number)?;
+        fork.wait_answer()?;
+        found.answer_ms.push(ms(begun.elapsed()));
+        if series.name != UNTOUCHED {
+            testbed.events().step(number, "works");
+            let elapsed = work(&mut fork.console(&template)?, sizes)?;
+            found.work_s.push(rounded(elapsed.as_secs_f64()));
+            thread::sleep(REST);
+        }
+        if series.name == PARKED {
+            testbed.events().step(number, "is parked");
+            found.park_s.push(park(number, &fork, sizes.keep_mib)?);
+        }
+        let pid = fork.pid();
+        Ok((fork, pid))
+    })?;
     if [MERGED, MERGED_SMALL].contains(&series.name.as_str()) {
         testbed.events().step(0, "leaves all machines alone");
         thread::sleep(MERGE_REST);
@@ -312,26 +341,64 @@ fn clones(
         series.notes.push(merged(&forks, found)?);
     }
     if series.name == UNTOUCHED {
-        answer_again(testbed, forks, sizes, found)?;
+        answer_again(testbed, forks, found, |fork| fork.wait_answer())?;
     }
     found.is_full = end != End::Most;
     series.notes.push(end.describe(found.fitting));
     Ok(())
 }
 
-/// Has the machines with which the host did not swap answer once more, when all have been idle.
-fn answer_again(
+/// Machines of QEMU that have answered once.
+fn incoming_clones(
     testbed: &Testbed<'_>,
-    mut forks: Vec<Fork>,
-    sizes: Sizes,
+    disk: &Path,
+    series: &mut Series,
     found: &mut Found,
 ) -> Result<(), LabError> {
-    forks.truncate(found.fitting as usize);
-    testbed.events().step(0, "leaves all machines alone");
-    thread::sleep(Duration::from_secs(sizes.idle_s));
-    for fork in &forks {
+    let sizes = sizes(testbed.scale());
+    let mut template = incoming::Template::start(testbed, sizes.guest, disk)?;
+    prepare(testbed, &mut template.guest)?;
+    testbed.events().step(TEMPLATE, "ends");
+    template.save()?;
+    testbed.show(&[]);
+    testbed.events().step(0, "continues several machines at once");
+    found.together_ms =
+        together(testbed.guests(sizes.together), |number| template.continue_in(testbed, number))?;
+    let (end, guests) = fill(testbed, sizes.most_untouched, found, |number, found| {
         let begun = Instant::now();
-        fork.wait_answer()?;
+        let guest = template.continue_in(testbed, number)?;
+        found.answer_ms.push(ms(begun.elapsed()));
+        let pid = guest.pid();
+        Ok((guest, pid))
+    })?;
+    answer_again(testbed, guests, found, incoming::answer)?;
+    found.is_full = end != End::Most;
+    series.notes.push(end.describe(found.fitting));
+    Ok(())
+}
+
+/// Has the template work, as one that has everything loaded.
+fn prepare(testbed: &Testbed<'_>, guest: &mut Guest) -> Result<(), LabError> {
+    testbed.events().step(TEMPLATE, "works");
+    shell(guest, ENTER)?;
+    work(guest, sizes(testbed.scale()))?;
+    thread::sleep(REST);
+    Ok(())
+}
+
+/// Has the machines with which the host did not swap answer once more, when all have been idle.
+fn answer_again<T>(
+    testbed: &Testbed<'_>,
+    mut machines: Vec<T>,
+    found: &mut Found,
+    answer: impl Fn(&mut T) -> Result<(), LabError>,
+) -> Result<(), LabError> {
+    machines.truncate(found.fitting as usize);
+    testbed.events().step(0, "leaves all machines alone");
+    thread::sleep(Duration::from_secs(sizes(testbed.scale()).idle_s));
+    for machine in &mut machines {
+        let begun = Instant::now();
+        answer(machine)?;
         found.again_ms.push(ms(begun.elapsed()));
     }
     found.later = Some(Look::new(testbed)?);
@@ -350,7 +417,7 @@ impl End {
     fn describe(self, fitting: u32) -> String {
         match self {
             Self::Swapped => format!("ended when the host swapped with machine {}", fitting + 1),
-            Self::NoRoom => "ended when ebb fork found no room for a further machine".to_owned(),
+            Self::NoRoom => "ended when there was no room for a further machine".to_owned(),
             Self::Most => format!(
                 "ended with {fitting} machines, the most of this run; the host had not swapped"
             ),
@@ -358,46 +425,32 @@ impl End {
     }
 }
 
-/// Makes machines until the host is full or there are `most`.
-fn fill(
+/// Makes machines until the host is full or there are as many as planned. `make` returns a machine
+/// and its monitor's process.
+fn fill<T>(
     testbed: &Testbed<'_>,
-    template: &Template,
-    checkpoint: &Checkpoint,
-    most: u32,
-    series: &str,
+    planned: u32,
     found: &mut Found,
-) -> Result<(End, Vec<Fork>), LabError> {
-    let sizes = sizes(testbed.scale());
-    let mut forks = Vec::new();
-    for number in (0..most).map(|index| TEMPLATE + 1 + index) {
-        testbed.events().step(number, "is forked");
-        let begun = Instant::now();
-        let fork = match checkpoint.fork(number) {
-            Err(_) if found.fitting > 0 && has_no_room()? => return Ok((End::NoRoom, forks)),
-            fork => fork?,
+    mut make: impl FnMut(u32, &mut Found) -> Result<(T, u32), LabError>,
+) -> Result<(End, Vec<T>), LabError> {
+    thread::sleep(REST);
+    found.before = Some(Look::new(testbed)?);
+    let mut machines = Vec::new();
+    for number in (0..testbed.guests(planned)).map(|index| TEMPLATE + 1 + index) {
+        testbed.events().step(number, "is made");
+        let (machine, pid) = match make(number, found) {
+            Err(_) if found.fitting > 0 && has_no_room()? => return Ok((End::NoRoom, machines)),
+            made => made?,
         };
-        fork.wait_answer()?;
-        found.answer_ms.push(ms(begun.elapsed()));
-        if series != UNTOUCHED {
-            testbed.events().step(number, "works");
-            let elapsed = work(&mut fork.console(template)?, sizes)?;
-            found.work_s.push(rounded(elapsed.as_secs_f64()));
-            thread::sleep(REST);
-        }
-        if series == PARKED {
-            testbed.events().step(number, "is parked");
-            found.park_s.push(park(number, &fork, sizes.keep_mib)?);
-        }
-        let pid = fork.pid();
-        forks.push(fork);
+        machines.push(machine);
         if testbed.usage()?.swap_used_mib > testbed.swap_threshold_mib() {
-            return Ok((End::Swapped, forks));
+            return Ok((End::Swapped, machines));
         }
         found.fitting += 1;
         found.with_all = Some(Look::new(testbed)?);
         found.shared_mib.extend(host::shared_mib(pid));
     }
-    Ok((End::Most, forks))
+    Ok((End::Most, machines))
 }
 
 /// Takes the processor time of merging; describes what was merged.
@@ -423,20 +476,26 @@ fn has_no_room() -> Result<bool, LabError> {
     Ok(state.available_kib < state.total_kib / NO_ROOM_PART)
 }
 
-/// Forks machines at the same time; returns their times until they answered.
-fn together(checkpoint: &Checkpoint, count: u32) -> Result<Vec<f64>, LabError> {
+/// Makes machines at the same time; returns their times until they answered. All run until the last
+/// one has.
+fn together<T>(
+    count: u32,
+    make: impl Fn(u32) -> Result<T, LabError> + Sync,
+) -> Result<Vec<f64>, LabError> {
     let begun = Instant::now();
+    let all_have_answered = Barrier::new(count as usize);
     let answer = |number| {
-        let fork = checkpoint.fork(number)?;
-        fork.wait_answer()?;
-        Ok((fork, ms(begun.elapsed())))
+        let made = make(number);
+        let answer_ms = ms(begun.elapsed());
+        all_have_answered.wait();
+        made.map(|_machine| answer_ms)
     };
-    let forks: Vec<Result<(Fork, f64), LabError>> = thread::scope(|scope| {
+    thread::scope(|scope| {
+        let answer = &answer;
         let start = |index| scope.spawn(move || answer(TEMPLATE + 1 + index));
         let all: Vec<_> = (0..count).map(start).collect();
         all.into_iter().map(|it| it.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
-    });
-    forks.into_iter().map(|made| made.map(|(_fork, answer_ms)| answer_ms)).collect()
+    })
 }
 
 /// A program that uses memory and ends, then the work in Debian; returns its time by the guest's

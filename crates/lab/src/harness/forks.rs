@@ -37,7 +37,7 @@ pub const TEMPLATE: u32 = 1;
 /// Modules that a template's guest needs for its socket.
 pub const SOCKET_MODULE: &str = "vmw_vsock_virtio_transport";
 /// Port of the guest's service.
-const PORT: u32 = 52;
+pub(super) const PORT: u32 = 52;
 /// Time limit for a template's boot; an emulated host may be slow.
 const BOOT_LIMIT: Duration = Duration::from_secs(240);
 /// Time limit for a request to a monitor, snapshots included.

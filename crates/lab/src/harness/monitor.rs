@@ -18,6 +18,10 @@ use crate::harness::tap;
 /// crash.
 pub(crate) const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet loglevel=1 panic=-1 reboot=t";
 
+/// No check of the time stamp counter twice a second, and none of how fragmented memory is
+/// (docs/guests.md).
+const SELDOM_WAKES: &str = "tsc=reliable sysctl.vm.compaction_proactiveness=0";
+
 /// A virtual machine monitor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MonitorKind {
@@ -82,6 +86,8 @@ pub struct Setup {
     /// Whether the guest's kernel clears the pages that it allocates, which is its default.
     /// Debian's kernel does (`CONFIG_INIT_ON_ALLOC_DEFAULT_ON`), also for a driver's balloon.
     pub clearing: bool,
+    /// Whether its kernel has the words of docs/guests.md with which an idle guest seldom wakes.
+    pub seldom_wakes: bool,
     /// Whether an idle guest's zero pages are trimmed once (`PUT /vm/trim`), when the guest's
     /// memory has been returned after its program; Ebb only.
     pub trim: bool,
@@ -106,6 +112,7 @@ impl Setup {
         system: System::Agent,
         lean: false,
         clearing: true,
+        seldom_wakes: false,
         trim: false,
         clock: ClockPolicy::Continue,
         merging: Merging::Off,
@@ -126,6 +133,7 @@ impl Setup {
             self.driver.describe(),
             when(!self.extension, "device without the extension"),
             when(!self.clearing, "guest does not clear allocated pages"),
+            when(self.seldom_wakes, "guest without periodic checks of clock and fragmentation"),
             when(!self.huge_pages, "guest memory without transparent huge pages"),
             self.merging.describe(),
             when(!self.bounce_buffer, "guest without a bounce buffer"),
@@ -155,6 +163,7 @@ impl Setup {
             self.reporting_order.map(order),
             (!self.bounce_buffer).then(|| "swiotlb=noforce".to_owned()),
             (!self.clearing).then(|| "init_on_alloc=0".to_owned()),
+            self.seldom_wakes.then(|| SELDOM_WAKES.to_owned()),
             self.driver.kernel_arguments(),
             match self.system {
                 System::Agent | System::AgentWithDebian => None,
