@@ -173,7 +173,7 @@ fn kills(scene: &Scene) {
     parent.run(Command::Hold { bytes: 32 * MIB, pattern: 3 });
     let socket = parent.socket().to_str().unwrap().to_owned();
     let mut random = crate::kills::moments(scene);
-    for round in 0..counts(12, 100) {
+    for round in 0..counts(12, 150) {
         let name = unique(scene, &format!("kill{round}"));
         let report = checkpoint(scene, &parent, &name);
         let holder = Pid::from_raw(report.pid.cast_signed()).unwrap();
@@ -211,7 +211,7 @@ fn kills(scene: &Scene) {
     // none.
     let name = unique(scene, "last");
     checkpoint(scene, &parent, &name);
-    for (index, fork) in fork(scene, &name, "dies", counts(8, 40), &[]).iter().enumerate() {
+    for (index, fork) in fork(scene, &name, "dies", counts(8, 60), &[]).iter().enumerate() {
         let wait = Duration::from_millis(random.below(60) as u64);
         std::thread::scope(|scope| {
             scope.spawn(move || {
