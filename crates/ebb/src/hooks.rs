@@ -66,7 +66,60 @@ fn random() -> anyhow::Result<[u8; 32]> {
 /// Tells the agent of a new machine which one it is, and its network addresses that are new.
 /// Returns whether it has confirmed that they and its random numbers are its own; false if the
 /// guest has no agent.
+///
+/// A guest that has not got round to ending the connections of the first machine may end this one
+/// with them. It has done that then, and is asked once more.
 pub fn in_fork(vsock: &Path, number: usize, macs: Vec<NewMac>) -> anyhow::Result<bool> {
     let number = u32::try_from(number)?;
-    tell(vsock, Moment::Fork { number, random: random()?, macs })
+    let moment = Moment::Fork { number, random: random()?, macs };
+    Ok(tell(vsock, moment.clone())? || tell(vsock, moment)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead as _, BufReader, Write as _};
+    use std::os::unix::net::UnixListener;
+
+    use ebb_guest_agent::channel::Channel;
+    use ebb_guest_agent::wire::{Control, Frame};
+
+    use super::*;
+
+    /// A guest that ends the first connections, and answers later ones.
+    fn asked(ended: usize) -> bool {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("vsock");
+        let listener = UnixListener::bind(&path).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                for index in 0..2 {
+                    let (stream, _) = listener.accept().unwrap();
+                    let mut stream = BufReader::new(stream);
+                    stream.read_line(&mut String::new()).unwrap();
+                    if index < ended {
+                        continue;
+                    }
+                    let mut stream = stream.into_inner();
+                    stream.write_all(b"OK 1024\n").unwrap();
+                    let mut channel = Channel::new(stream.try_clone().unwrap().into()).unwrap();
+                    let Frame::Control(Control::Request(request)) = channel.read().unwrap() else {
+                        panic!("no request");
+                    };
+                    assert!(matches!(request, Request::At(Moment::Fork { number: 7, .. })));
+                    let mut bytes = Vec::new();
+                    Frame::Control(Control::Ended(Ended::Code(0))).encode(&mut bytes);
+                    stream.write_all(&bytes).unwrap();
+                    break;
+                }
+            });
+            in_fork(&path, 7, Vec::new()).unwrap()
+        })
+    }
+
+    #[test]
+    fn a_connection_that_ends_with_those_of_the_first_machine_is_made_again() {
+        assert!(asked(0));
+        assert!(asked(1));
+        assert!(!asked(2), "there is no agent");
+    }
 }

@@ -57,8 +57,9 @@ const BYTES_A_CALL: usize = 1 << 20;
 /// `VIRTIO_VSOCK_EVENT_TRANSPORT_RESET` (section 5.10.6.7).
 const TRANSPORT_RESET: u32 = 0;
 
-/// How long a guest may take to end its connections before it gets packets of new ones.
-const RESET_PATIENCE: Duration = Duration::from_secs(2);
+/// How long a guest may take to end its connections before it gets packets of new ones, which it
+/// might end, too: half of the time that it has to answer them.
+const RESET_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Most connections.
 const MOST_CONNECTIONS: u64 = 4096;
