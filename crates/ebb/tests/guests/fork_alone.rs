@@ -10,11 +10,10 @@ use ebb_agent::vsock::Service;
 use ebb_vmm::api::NetInfo;
 use serde_json::Value;
 
-use crate::forked::{document, ebb, failure, fork, silently, unique};
+use crate::forked::{document, ebb, failure, fork, silently, start_agent, unique};
 use crate::guest::Guest;
 use crate::harness::{Scene, Test, counts, eventually, when};
 use crate::net::Tap;
-use crate::place::GUEST_AGENT;
 use crate::setup::Setup;
 
 /// The tests.
@@ -177,8 +176,7 @@ fn what_its_guest_is_told(scene: &Scene) {
     assert_eq!(report["machines"][0]["reseeded"], false, "{report}");
     kill_all(&report);
 
-    let job = parent.send(Command::Exec { argv: vec![GUEST_AGENT.to_owned()] });
-    parent.wait_started(job);
+    start_agent(scene, &parent);
     let shell = |socket: &str, line: &str| {
         let arguments =
             ["exec", "--wait", "60", "-n", socket, "--", "/bin/busybox", "sh", "-c", line];
@@ -243,8 +241,7 @@ fn its_network_address(scene: &Scene) {
         .initrd(&scene.world.hostile_initrd)
         .args(["--forkable", "--vsock", &vsock, "--net", &first])
         .start();
-    let job = parent.send(Command::Exec { argv: vec![GUEST_AGENT.to_owned()] });
-    parent.wait_started(job);
+    start_agent(scene, &parent);
     let guests = |guest: &Guest| guest.read_file("/sys/class/net/eth0/address").trim().to_owned();
     let devices = |guest: &Guest| {
         let info: NetInfo = guest.client().get("/net").unwrap();

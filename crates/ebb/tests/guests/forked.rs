@@ -5,12 +5,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command as Program, Output};
 
+use ebb_agent::protocol::Command;
 use ebb_vmm::api::CheckpointReport;
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::Value;
 
 use crate::guest::Guest;
 use crate::harness::{Scene, eventually, when};
+use crate::place::GUEST_AGENT;
 
 /// A forked machine: its guest over `ebb console`, and its monitor, which is killed when this is
 /// dropped.
@@ -100,6 +102,15 @@ pub fn unique(scene: &Scene, name: &str) -> String {
 pub fn silently(scene: &Scene, arguments: &[&str]) {
     let output = ebb(scene, arguments);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Starts the agent in a guest, and waits until it answers.
+#[track_caller]
+pub fn start_agent(scene: &Scene, guest: &Guest) {
+    let job = guest.send(Command::Exec { argv: vec![GUEST_AGENT.to_owned()] });
+    guest.wait_started(job);
+    let socket = guest.socket().to_str().unwrap();
+    silently(scene, &["exec", "--wait", "60", "-n", socket, "--", "/bin/busybox", "true"]);
 }
 
 /// The process of a checkpoint, as `ebb checkpoints` prints it.
