@@ -1,5 +1,7 @@
 //! What traces are like.
 
+#![allow(clippy::unwrap_used)]
+
 use ebb_fleet_model::trace::{Activity, Honesty, JUDGING_SEED, Kind, MachineTrace, Recipe, SEEDS};
 
 fn all(kind: Kind) -> Vec<MachineTrace> {
