@@ -74,6 +74,8 @@ pub(crate) struct Guest {
     pub(crate) work_us: u64,
     pub(crate) working_us: u64,
     pub(crate) troubles: Troubles,
+    /// Time of its processors, in milliseconds.
+    processor_ms: u64,
     spoken: Option<Statistics>,
 }
 
@@ -129,6 +131,7 @@ impl Guest {
             work_us: 0,
             working_us: 0,
             troubles: Troubles::default(),
+            processor_ms: 0,
             spoken: None,
         }
     }
@@ -183,7 +186,11 @@ impl Guest {
     /// Lets one step pass. Returns whether the machine waited for the host.
     pub(crate) fn step(&mut self, host: &mut HostModel) -> bool {
         let Some(phase) = self.phase() else { return false };
+        let puffs = self.troubles.out_of_puff_ms;
         self.move_balloon(host);
+        let is_busy = phase.activity == Activity::Work || self.troubles.out_of_puff_ms > puffs;
+        // An idle guest wakes up now and then.
+        self.processor_ms += if is_busy { STEP_MS } else { STEP_MS / 100 };
         let is_fed = self.feed(phase, host);
         let speed = self.speed(phase, is_fed, host);
         self.report(host);
@@ -380,6 +387,7 @@ impl Guest {
             size_bytes: self.trace.size_bytes,
             resident_bytes: Some(self.resident()),
             swapped_bytes: Some(self.swapped_bytes),
+            processor_ms: Some(self.processor_ms),
             balloon: self.equipment.means.has(Mean::Balloon).then_some(self.balloon),
             statistics: self.spoken,
             means: self.equipment.means,

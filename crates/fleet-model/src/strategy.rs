@@ -3,7 +3,12 @@
 
 use std::collections::BTreeMap;
 
-use ebb_host_policy::{Action, MIB, Machine, Order, Snapshot};
+use ebb_host_policy::{
+    Action, Explanation, MIB, Machine, Order, Settings, Snapshot, State, decide, fit,
+};
+
+use crate::simulation::Simulation;
+use crate::trace::Recipe;
 
 /// A policy.
 pub trait Strategy {
@@ -12,6 +17,43 @@ pub trait Strategy {
 
     /// Whether another machine of this size may start now.
     fn admits(&mut self, snapshot: &Snapshot, size_bytes: u64) -> bool;
+}
+
+/// The policy of [`ebb_host_policy`].
+#[derive(Clone, Debug, Default)]
+pub struct Ebbd {
+    /// Its settings.
+    pub settings: Settings,
+    /// What it remembers.
+    pub state: State,
+    /// The newest explanations.
+    pub explanations: Vec<Explanation>,
+}
+
+impl Ebbd {
+    /// With what it has learned from machines of other traces on the same host.
+    pub fn with_history_of(simulation: &Simulation) -> Self {
+        let mut teacher = Self::default();
+        // To learn, it has to run many.
+        teacher.settings.risk_ppm = 20_000;
+        for seed in 101..=103 {
+            teacher.state = State::with_history(std::mem::take(&mut teacher.state).history);
+            simulation.run(&Recipe::fleet(seed).trace(), &mut teacher);
+        }
+        Self { state: State::with_history(teacher.state.history), ..Self::default() }
+    }
+}
+
+impl Strategy for Ebbd {
+    fn decide(&mut self, snapshot: &Snapshot) -> Vec<Order> {
+        let decision = decide(snapshot, std::mem::take(&mut self.state), &self.settings);
+        (self.state, self.explanations) = (decision.state, decision.explanations);
+        decision.orders
+    }
+
+    fn admits(&mut self, snapshot: &Snapshot, size_bytes: u64) -> bool {
+        fit(snapshot, &self.state, &self.settings, "default", size_bytes, 1).machines > 0
+    }
 }
 
 /// Sizes are never overcommitted, so nothing is ever done.

@@ -5,7 +5,7 @@
 use ebb_fleet_model::Strategy;
 use ebb_fleet_model::incidents::{Incident, all};
 use ebb_fleet_model::strategy::{
-    Deficit, GuestAvailable, IdleTarget, Law, Nothing, PressureAverage,
+    Deficit, Ebbd, GuestAvailable, IdleTarget, Law, Nothing, PressureAverage,
 };
 use ebb_host_policy::{GIB, MIB};
 
@@ -71,4 +71,14 @@ fn averages_stay() {
 #[test]
 fn the_deficit_alone_hunts() {
     goes_wrong("hunting", deficit(Law::Target), "changes of direction");
+}
+
+#[test]
+fn ebbd_survives_them_all() {
+    let lines = all().into_iter().map(|incident| {
+        let result = incident.survives(&mut Ebbd::default());
+        (result.is_err(), format!("{}: {result:?}", incident.name))
+    });
+    let failed: Vec<String> = lines.filter(|(failed, _)| *failed).map(|(_, line)| line).collect();
+    assert!(failed.is_empty(), "{}", failed.join("\n"));
 }

@@ -16,6 +16,63 @@ pub struct Snapshot {
     pub machines: Vec<Machine>,
 }
 
+/// The most that is believed of a size, a time or a counter: 64 TiB. Sums of them do not overflow.
+const MOST: u64 = 1 << 46;
+
+impl Snapshot {
+    /// The same without numbers that cannot be: what a guest says may be any.
+    pub(crate) fn bounded(&self) -> Self {
+        let mut snapshot = self.clone();
+        bound([&mut snapshot.at_ms]);
+        let Host { total_bytes, available_bytes, swap, pressure } = &mut snapshot.host;
+        bound([total_bytes, available_bytes]);
+        if let Some(Swap { total_bytes, used_bytes, out_bytes }) = swap {
+            bound([total_bytes, used_bytes, out_bytes]);
+        }
+        if let Some(Pressure { some_us, full_us }) = pressure {
+            bound([some_us, full_us]);
+        }
+        for machine in &mut snapshot.machines {
+            bound([&mut machine.size_bytes]);
+            bound(
+                [
+                    &mut machine.resident_bytes,
+                    &mut machine.swapped_bytes,
+                    &mut machine.processor_ms,
+                ]
+                .into_iter()
+                .flatten(),
+            );
+            if let Some(Balloon { target_bytes, actual_bytes }) = &mut machine.balloon {
+                bound([target_bytes, actual_bytes]);
+            }
+            if let Some(said) = &mut machine.statistics {
+                bound([&mut said.taken_ms]);
+                bound(
+                    [
+                        &mut said.total_bytes,
+                        &mut said.available_bytes,
+                        &mut said.free_bytes,
+                        &mut said.caches_bytes,
+                        &mut said.major_faults,
+                        &mut said.swap_out_bytes,
+                        &mut said.oom_kills,
+                    ]
+                    .into_iter()
+                    .flatten(),
+                );
+            }
+        }
+        snapshot
+    }
+}
+
+fn bound<'a>(values: impl IntoIterator<Item = &'a mut u64>) {
+    for value in values {
+        *value = MOST.min(*value);
+    }
+}
+
 /// The memory that the machines and the rest of the host share: the host's, or that of a cgroup
 /// with a limit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,12 +119,26 @@ pub struct Machine {
     pub resident_bytes: Option<u64>,
     /// What the host has swapped out of it (`VmSwap`).
     pub swapped_bytes: Option<u64>,
+    /// Time that its processors have run, in milliseconds since its start.
+    pub processor_ms: Option<u64>,
     /// `None` without a balloon or without a driver for it.
     pub balloon: Option<Balloon>,
     /// What its guest has last said; `None` if it never did.
     pub statistics: Option<Statistics>,
     /// What its monitor can do.
     pub means: Means,
+}
+
+impl Machine {
+    /// What its balloon holds.
+    pub fn ballooned_bytes(&self) -> u64 {
+        self.balloon.map_or(0, |balloon| balloon.actual_bytes)
+    }
+
+    /// What is left to its guest.
+    pub fn outside_balloon_bytes(&self) -> u64 {
+        self.size_bytes.saturating_sub(self.ballooned_bytes())
+    }
 }
 
 /// The balloon of a machine: sizes of the balloon, never of the rest.

@@ -1,0 +1,66 @@
+//! Policies side by side on the traces that they may be tuned with.
+
+use ebb_fleet_model::strategy::{Deficit, Ebbd, IdleTarget, Law, StaticLimits};
+use ebb_fleet_model::trace::SEEDS;
+use ebb_fleet_model::{Equipment, HostShape, Recipe, Simulation, Strategy};
+use ebb_host_policy::{GIB, MIB};
+
+fn main() {
+    let (host, equipment) = (HostShape::of(15 * GIB), Equipment::ebb());
+    let simulation = Simulation { host, equipment, interval_ms: 1000, duration_ms: 2_400_000 };
+    println!(
+        "{:>4} {:<24} {:>8} {:>9} {:>8} {:>10} {:>9} {:>9} {:>6}",
+        "seed",
+        "policy",
+        "admitted",
+        "completed",
+        "slowdown",
+        "host kills",
+        "OOM kills",
+        "swap MiB",
+        "orders"
+    );
+    let experienced = Ebbd::with_history_of(&simulation);
+    for seed in SEEDS {
+        let trace = Recipe::fleet(seed).trace();
+        for (name, mut strategy) in policies(&experienced) {
+            let outcome = simulation.run(&trace, &mut *strategy);
+            println!(
+                "{seed:>4} {name:<24} {:>8.2} {:>9} {:>8.3} {:>10} {:>9} {:>9} {:>6}",
+                outcome.admitted_milli as f64 / 1000.0,
+                outcome.completed,
+                outcome.slowdown_milli as f64 / 1000.0,
+                outcome.host_kills,
+                outcome.troubles.oom_kills,
+                outcome.swap_out_bytes / MIB,
+                outcome.orders
+            );
+        }
+    }
+}
+
+fn policies(experienced: &Ebbd) -> Vec<(String, Box<dyn Strategy>)> {
+    let idle = IdleTarget {
+        keep_bytes: GIB,
+        idle_ms: 20_000,
+        fails_open_ms: Some(100_000),
+        admission_bytes: 8 * GIB,
+        ..IdleTarget::arcbox()
+    };
+    let mut all: Vec<(String, Box<dyn Strategy>)> = vec![
+        ("static".to_owned(), Box::new(StaticLimits)),
+        ("idle target".to_owned(), Box::new(idle)),
+    ];
+    for (wanted, admission) in [(2, 8), (5, 10), (5, 12)] {
+        let deficit = Deficit {
+            law: Law::Change,
+            wanted_bytes: wanted * GIB,
+            keep_bytes: 512 * MIB,
+            admission_bytes: admission * GIB,
+        };
+        all.push((format!("deficit {wanted} GiB, {admission}"), Box::new(deficit)));
+    }
+    all.push(("ebbd".to_owned(), Box::new(Ebbd::default())));
+    all.push(("ebbd, with history".to_owned(), Box::new(experienced.clone())));
+    all
+}

@@ -1,0 +1,74 @@
+//! The policy on whole traces.
+
+use std::collections::BTreeMap;
+
+use ebb_fleet_model::strategy::{Ebbd, StaticLimits};
+use ebb_fleet_model::trace::SEEDS;
+use ebb_fleet_model::{Equipment, HostShape, Recipe, Simulation, Strategy};
+use ebb_host_policy::{GIB, MIB, Order, Snapshot};
+
+fn simulation() -> Simulation {
+    let (host, equipment) = (HostShape::of(15 * GIB), Equipment::ebb());
+    Simulation { host, equipment, interval_ms: 1000, duration_ms: 2_400_000 }
+}
+
+#[test]
+fn more_machines_than_static_limits_without_harm() {
+    let simulation = simulation();
+    let policy = Ebbd::with_history_of(&simulation);
+    let (mut all, mut all_static) = (0, 0);
+    for seed in SEEDS {
+        let trace = Recipe::fleet(seed).trace();
+        let outcome = simulation.run(&trace, &mut policy.clone());
+        assert_eq!((outcome.host_kills, outcome.troubles.oom_kills), (0, 0), "{outcome:?}");
+        // The naive policies write gigabytes.
+        assert!(outcome.swap_out_bytes < 128 * MIB, "{outcome:?}");
+        assert!(outcome.slowdown_milli < 1_020, "{outcome:?}");
+        all += outcome.admitted_milli;
+        all_static += simulation.run(&trace, &mut StaticLimits).admitted_milli;
+    }
+    assert!(10 * all > 17 * all_static, "{all} to {all_static}");
+}
+
+/// A policy that lets in sixteen machines whatever it thinks; without one, nothing is done.
+#[derive(Default)]
+struct Sixteen(Option<Ebbd>);
+
+impl Strategy for Sixteen {
+    fn decide(&mut self, snapshot: &Snapshot) -> Vec<Order> {
+        self.0.as_mut().map(|policy| policy.decide(snapshot)).unwrap_or_default()
+    }
+
+    fn admits(&mut self, snapshot: &Snapshot, _size_bytes: u64) -> bool {
+        snapshot.machines.len() < 16
+    }
+}
+
+/// Machines that are much too many, as when a daemon starts on a host that is full already.
+#[test]
+fn a_host_that_is_too_full_is_not_made_worse() {
+    let simulation = Simulation { duration_ms: 1_200_000, ..simulation() };
+    for seed in 20..26 {
+        let trace = Recipe::fleet(seed).trace();
+        let mut targets = BTreeMap::<String, Vec<u64>>::new();
+        let managed = simulation.observe(&trace, &mut Sixteen(Some(Ebbd::default())), |moment| {
+            for machine in &moment.snapshot.machines {
+                let target = machine.balloon.map_or(0, |balloon| balloon.target_bytes);
+                let seen = targets.entry(machine.name.clone()).or_default();
+                if seen.last().copied().unwrap_or(0) != target {
+                    seen.push(target);
+                }
+            }
+        });
+        let unmanaged = simulation.run(&trace, &mut Sixteen(None));
+        assert!(managed.slowdown_milli < unmanaged.slowdown_milli, "{managed:?} {unmanaged:?}");
+        assert!(managed.completed >= unmanaged.completed, "{managed:?} {unmanaged:?}");
+        assert!(managed.host_kills <= unmanaged.host_kills, "{managed:?} {unmanaged:?}");
+        assert_eq!(managed.troubles.oom_kills, 0, "{managed:?}");
+        // In twenty minutes of want, no balloon goes up and down for ever.
+        for (machine, targets) in targets {
+            let ups = targets.windows(2).filter(|pair| pair[0] == 0 && pair[1] > 8 * MIB).count();
+            assert!(ups <= 8, "{machine}: {targets:?}");
+        }
+    }
+}

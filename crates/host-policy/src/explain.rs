@@ -1,0 +1,284 @@
+//! Why something is done to a machine, or nothing.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::action::Action;
+use crate::level::Level;
+use crate::trust::Doubt;
+
+/// A decision about one machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Explanation {
+    /// The machine.
+    pub machine: String,
+    /// What is to be done.
+    pub action: Option<Action>,
+    /// Which rule says so, with all that it looked at.
+    pub rule: Rule,
+    /// What has kept the rule from going further.
+    pub clamp: Option<Clamp>,
+    /// Why the guest's statistics were not used, if they were not.
+    pub doubt: Option<Doubt>,
+    /// Since when the rule is the same, on the snapshot's clock.
+    pub since_ms: u64,
+}
+
+/// The rule that has decided, and its inputs. All sizes are in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "name")]
+pub enum Rule {
+    /// Nothing is to be done.
+    Enough {
+        /// The host's level.
+        level: Level,
+    },
+    /// An operator wants it left alone.
+    Held,
+    /// Another machine of the snapshot has the same name.
+    SameName,
+    /// Its guest has too little: it gets everything back at once.
+    GuestShort {
+        /// What its programs can still get.
+        available_bytes: u64,
+        /// The least that they should have.
+        least_bytes: u64,
+        /// Processes that the guest has killed since the last decision.
+        oom_kills: u64,
+    },
+    /// A balloon's time is over, and nothing has renewed it.
+    LeaseEnded {
+        /// How long it was there, in milliseconds.
+        held_ms: u64,
+    },
+    /// The host has enough: the balloon is given back whole.
+    Released {
+        /// The host's level.
+        level: Level,
+    },
+    /// Its profile allows it less than its size.
+    Ceiling {
+        /// So much.
+        ceiling_bytes: u64,
+        /// What the guest uses.
+        used_bytes: u64,
+    },
+    /// It holds memory of the host that its guest says is free.
+    Reclaim {
+        /// What the host's machines are to give.
+        needed_bytes: u64,
+        /// So much.
+        stale_bytes: u64,
+    },
+    /// It is idle, and has caches.
+    Park {
+        /// What the host's machines are to give.
+        needed_bytes: u64,
+        /// What it is expected to give.
+        gain_bytes: u64,
+        /// How long it has been idle, in milliseconds.
+        idle_ms: u64,
+        /// How long it had to be.
+        idle_at_least_ms: u64,
+    },
+    /// The same for a machine that cannot park: its balloon grows, and is given back at once.
+    Pulse {
+        /// What the host's machines are to give.
+        needed_bytes: u64,
+        /// What it is expected to give.
+        gain_bytes: u64,
+        /// How long it has been idle, in milliseconds.
+        idle_ms: u64,
+    },
+    /// The pulse goes on, or has done what it can.
+    Pulsing {
+        /// The balloon's size.
+        actual_bytes: u64,
+        /// What was asked for.
+        target_bytes: u64,
+    },
+    /// It is idle, the host is pressed, and it has nothing else to give: memory that is all zero.
+    Trim {
+        /// What the host's machines are to give.
+        needed_bytes: u64,
+        /// What it occupies.
+        resident_bytes: u64,
+        /// How long it has been idle, in milliseconds.
+        idle_ms: u64,
+    },
+    /// Nobody uses it, and the host is pressed: it is saved and ends until it is wanted.
+    Stop {
+        /// What the host's machines are to give.
+        needed_bytes: u64,
+        /// What it occupies.
+        resident_bytes: u64,
+    },
+    /// The host is pressed, and the machine pays little for its memory.
+    Shares {
+        /// What the host's machines are to give.
+        needed_bytes: u64,
+        /// What is taken from this one.
+        taken_bytes: u64,
+        /// What its guest uses.
+        used_bytes: u64,
+        /// Its shares.
+        shares: u64,
+        /// What a byte of it costs, in thousandths of one that is used.
+        cost_milli: u64,
+    },
+    /// It could give something, and is left alone for a while, because what was taken before came
+    /// back or did harm.
+    Backoff {
+        /// Until then, in milliseconds from now.
+        for_ms: u64,
+    },
+}
+
+/// What has kept a rule from going further.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Clamp {
+    /// What the guest uses, and the reserve of its profile.
+    Reserve {
+        /// So much stays.
+        kept_bytes: u64,
+    },
+    /// The floor of its profile.
+    Floor {
+        /// So much stays.
+        kept_bytes: u64,
+    },
+}
+
+impl Rule {
+    /// Its name, as in its document.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Enough { .. } => "enough",
+            Self::Held => "held",
+            Self::SameName => "same_name",
+            Self::GuestShort { .. } => "guest_short",
+            Self::LeaseEnded { .. } => "lease_ended",
+            Self::Released { .. } => "released",
+            Self::Ceiling { .. } => "ceiling",
+            Self::Reclaim { .. } => "reclaim",
+            Self::Park { .. } => "park",
+            Self::Pulse { .. } => "pulse",
+            Self::Pulsing { .. } => "pulsing",
+            Self::Trim { .. } => "trim",
+            Self::Stop { .. } => "stop",
+            Self::Shares { .. } => "shares",
+            Self::Backoff { .. } => "backoff",
+        }
+    }
+}
+
+/// A size as people read it.
+struct Size(u64);
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} MiB", self.0 >> 20)
+    }
+}
+
+/// A duration as people read it.
+struct Time(u64);
+
+impl fmt::Display for Time {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{} s", self.0 / 1000, self.0 % 1000 / 100)
+    }
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Plenty => "plenty",
+            Self::Tight => "tight",
+            Self::Pressed => "pressed",
+            Self::Emergency => "emergency",
+        })
+    }
+}
+
+impl fmt::Display for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Enough { level } => write!(f, "nothing to do: the host is {level}"),
+            Self::Held => f.write_str("held by an operator"),
+            Self::SameName => f.write_str("another machine has its name; rename one of them"),
+            Self::GuestShort { available_bytes, least_bytes, oom_kills } => write!(
+                f,
+                "its guest has {} available, at least {} wanted, and has killed {oom_kills} \
+                 processes: all is given back",
+                Size(available_bytes),
+                Size(least_bytes)
+            ),
+            Self::LeaseEnded { held_ms } => {
+                write!(f, "its balloon was not renewed after {}", Time(held_ms))
+            }
+            Self::Released { level } => write!(f, "given back: the host is {level}"),
+            Self::Ceiling { ceiling_bytes, used_bytes } => write!(
+                f,
+                "its profile allows {}; its guest uses {}",
+                Size(ceiling_bytes),
+                Size(used_bytes)
+            ),
+            Self::Reclaim { needed_bytes, stale_bytes } => write!(
+                f,
+                "the host needs {}; of its memory {} are free in the guest",
+                Size(needed_bytes),
+                Size(stale_bytes)
+            ),
+            Self::Park { needed_bytes, gain_bytes, idle_ms, idle_at_least_ms } => write!(
+                f,
+                "the host needs {}; it can give {}, and has been idle for {} (at least {})",
+                Size(needed_bytes),
+                Size(gain_bytes),
+                Time(idle_ms),
+                Time(idle_at_least_ms)
+            ),
+            Self::Pulse { needed_bytes, gain_bytes, idle_ms } => write!(
+                f,
+                "the host needs {}; its balloon can take {} and be given back; idle for {}",
+                Size(needed_bytes),
+                Size(gain_bytes),
+                Time(idle_ms)
+            ),
+            Self::Pulsing { actual_bytes, target_bytes } => write!(
+                f,
+                "its balloon has reached {} of {}",
+                Size(actual_bytes),
+                Size(target_bytes)
+            ),
+            Self::Trim { needed_bytes, resident_bytes, idle_ms } => write!(
+                f,
+                "the host needs {}; of its {} some may be zero; idle for {}",
+                Size(needed_bytes),
+                Size(resident_bytes),
+                Time(idle_ms)
+            ),
+            Self::Stop { needed_bytes, resident_bytes } => write!(
+                f,
+                "the host needs {}; its class is parked, and it occupies {}",
+                Size(needed_bytes),
+                Size(resident_bytes)
+            ),
+            Self::Shares { needed_bytes, taken_bytes, used_bytes, shares, cost_milli } => write!(
+                f,
+                "the host needs {}, {} of it from here: its guest uses {}, {shares} shares, a byte \
+                 costs {cost_milli}/1000",
+                Size(needed_bytes),
+                Size(taken_bytes),
+                Size(used_bytes)
+            ),
+            Self::Backoff { for_ms } => write!(
+                f,
+                "left alone for {}: what was taken before came back or did harm",
+                Time(for_ms)
+            ),
+        }
+    }
+}

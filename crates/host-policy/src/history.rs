@@ -1,0 +1,248 @@
+//! What machines have needed on this host, and how many more fit.
+//!
+//! Each profile has a histogram of what its machines needed, second by second, as parts of their
+//! sizes. How many fit follows from the distribution of the sum of all machines' needs. What has
+//! not been seen may still happen: by the rule of three an event that did not happen in n
+//! independent observations has a probability below 3/n (with 95 % confidence), so a machine is
+//! taken to need all of its size with that probability. Without history that is always.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::level::{Level, part};
+use crate::settings::Settings;
+use crate::snapshot::{Machine, Snapshot};
+use crate::state::State;
+use crate::trust::{Doubt, Known, assess};
+
+/// Parts that a size is divided into.
+const PARTS: usize = 256;
+/// After so many, all observations lose half of their weight: about a day of fifty machines.
+const MOST_OBSERVATIONS: u64 = 4_000_000;
+/// How long a need lasts: observations within this time are one.
+const LASTS_SECONDS: u64 = 10;
+/// Parts that a host's memory is divided into.
+const CELLS: usize = 512;
+
+/// What machines have needed, by profile.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct History {
+    profiles: BTreeMap<String, Needs>,
+}
+
+/// What machines of a profile have needed.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Needs {
+    /// How often a machine needed so many parts of its size, rounded up; empty or [`PARTS`].
+    counts: Vec<u64>,
+    sum: u64,
+}
+
+impl History {
+    /// Takes notice of what a machine needs, once a second.
+    pub(crate) fn note(&mut self, profile: &str, machine: &Machine, known: Result<&Known, &Doubt>) {
+        if machine.size_bytes == 0 {
+            return;
+        }
+        if !self.profiles.contains_key(profile) {
+            self.profiles.insert(profile.to_owned(), Needs::default());
+        }
+        if let Some(needs) = self.profiles.get_mut(profile) {
+            needs.note(need_bytes(machine, known), machine.size_bytes);
+        }
+    }
+
+    /// For how long machines of a profile have been observed, together.
+    pub fn observed_seconds(&self, profile: &str) -> u64 {
+        self.profiles.get(profile).map_or(0, |needs| needs.sum)
+    }
+}
+
+/// Memory of the host that a machine cannot do without.
+fn need_bytes(machine: &Machine, known: Result<&Known, &Doubt>) -> u64 {
+    let has = machine.resident_bytes.map(|it| it + machine.swapped_bytes.unwrap_or(0));
+    let has = has.unwrap_or(machine.size_bytes);
+    match known {
+        // Files that are being read, and what is on its way back.
+        Ok(known) => has.min(known.used + known.used / 4 + (32 << 20)),
+        Err(_) => has,
+    }
+}
+
+impl Needs {
+    fn note(&mut self, need_bytes: u64, size_bytes: u64) {
+        self.counts.resize(PARTS, 0);
+        let index = part(need_bytes, PARTS as u64, size_bytes).min(PARTS as u64 - 1);
+        self.counts[index as usize] += 1;
+        self.sum += 1;
+        if self.sum >= MOST_OBSERVATIONS {
+            for count in &mut self.counts {
+                *count /= 2;
+            }
+            self.sum = self.counts.iter().sum();
+        }
+    }
+}
+
+/// How many more machines fit.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Fit {
+    /// So many.
+    pub machines: u64,
+    /// The probability that all together need more than there is at a time, with one machine more
+    /// than these, in millionths.
+    pub risk_of_next_ppm: u64,
+    /// For how long machines of the profile have been observed, in seconds.
+    pub observed_seconds: u64,
+    /// Memory that machines can have, those that run included.
+    pub capacity_bytes: u64,
+    /// What those that run need on the mean.
+    pub needed_bytes: u64,
+    /// What a new one needs on the mean.
+    pub needed_by_one_bytes: u64,
+    /// The host's level: above tight none fits.
+    pub level: Level,
+}
+
+/// How many more machines of this size and profile fit, up to `most`.
+pub fn fit(
+    snapshot: &Snapshot,
+    state: &State,
+    settings: &Settings,
+    profile: &str,
+    size_bytes: u64,
+    most: u64,
+) -> Fit {
+    let snapshot = &snapshot.bounded();
+    let host = &snapshot.host;
+    let has = |machine: &Machine| {
+        machine.resident_bytes.unwrap_or(0) + machine.swapped_bytes.unwrap_or(0)
+    };
+    let swapped = host.swap.map_or(0, |swap| swap.used_bytes);
+    let held: u64 = snapshot.machines.iter().map(has).sum();
+    let kept = part(host.total_bytes, settings.emergency_percent, 100);
+    let capacity_bytes = (host.available_bytes + held).saturating_sub(swapped + kept);
+    let grid = Grid { cell_bytes: (capacity_bytes / CELLS as u64).max(1) };
+
+    // Machines of one profile, of about one size, that need about the same now, are alike.
+    let mut alike = BTreeMap::<(&str, u64, u64), u64>::new();
+    for machine in &snapshot.machines {
+        let known = assess(machine, snapshot.at_ms, settings.stale_ms);
+        let now = need_bytes(machine, known.as_ref());
+        let key = (settings.profile(&machine.name).0, round_up(machine.size_bytes), round_up(now));
+        *alike.entry(key).or_default() += 1;
+    }
+    let needs = |profile: &str| state.history.profiles.get(profile);
+    let mut all = Distribution::nothing();
+    for ((profile, size_bytes, now_bytes), count) in alike {
+        all = all.and(&grid.need(needs(profile), size_bytes, now_bytes).times(count));
+    }
+    let one = grid.need(needs(profile), size_bytes, 0);
+    let mut fit = Fit {
+        machines: 0,
+        risk_of_next_ppm: 0,
+        observed_seconds: state.history.observed_seconds(profile),
+        capacity_bytes,
+        needed_bytes: all.mean_bytes(&grid),
+        needed_by_one_bytes: one.mean_bytes(&grid),
+        level: state.host.level,
+    };
+    if state.host.level > Level::Tight {
+        fit.risk_of_next_ppm = 1_000_000;
+        return fit;
+    }
+    loop {
+        all = all.and(&one);
+        fit.risk_of_next_ppm = (all.too_much * 1e6).ceil().min(1e6) as u64;
+        if fit.risk_of_next_ppm > settings.risk_ppm || fit.machines == most {
+            return fit;
+        }
+        fit.machines += 1;
+    }
+}
+
+/// To two significant bits: few different sizes.
+fn round_up(bytes: u64) -> u64 {
+    let step = (bytes / 8).max(1).next_power_of_two();
+    bytes.next_multiple_of(step)
+}
+
+/// Memory in cells.
+struct Grid {
+    cell_bytes: u64,
+}
+
+impl Grid {
+    /// What a machine needs, at least what it needs now.
+    fn need(&self, needs: Option<&Needs>, size_bytes: u64, now_bytes: u64) -> Distribution {
+        let mut distribution = Distribution { cells: vec![0.0; CELLS], too_much: 0.0 };
+        let mut add = |bytes: u64, probability: f64| {
+            let cell = bytes.max(now_bytes).div_ceil(self.cell_bytes) as usize;
+            match distribution.cells.get_mut(cell) {
+                Some(cell) => *cell += probability,
+                None => distribution.too_much += probability,
+            }
+        };
+        let unseen = (3 * LASTS_SECONDS) as f64;
+        let sum = needs.map_or(0, |needs| needs.sum) as f64 + unseen;
+        add(size_bytes, unseen / sum);
+        for (index, count) in needs.iter().flat_map(|needs| needs.counts.iter().enumerate()) {
+            if *count > 0 {
+                add(part(size_bytes, index as u64 + 1, PARTS as u64), *count as f64 / sum);
+            }
+        }
+        distribution
+    }
+}
+
+/// Probabilities of needing 0, 1, 2 ... cells, and more than all.
+#[derive(Clone)]
+struct Distribution {
+    cells: Vec<f64>,
+    too_much: f64,
+}
+
+impl Distribution {
+    fn nothing() -> Self {
+        let mut cells = vec![0.0; CELLS];
+        cells[0] = 1.0;
+        Self { cells, too_much: 0.0 }
+    }
+
+    /// The sum of two independent ones.
+    fn and(&self, other: &Self) -> Self {
+        let mut cells = vec![0.0; CELLS];
+        let mut too_much = self.too_much + other.too_much - self.too_much * other.too_much;
+        for (index, a) in self.cells.iter().enumerate().filter(|(_, a)| **a > 0.0) {
+            let (fits, over) = other.cells.split_at(CELLS - index);
+            for (cell, b) in cells[index..].iter_mut().zip(fits) {
+                *cell += a * b;
+            }
+            too_much += a * over.iter().sum::<f64>();
+        }
+        Self { cells, too_much }
+    }
+
+    /// The sum of so many.
+    fn times(mut self, mut count: u64) -> Self {
+        let mut all = Self::nothing();
+        while count > 0 {
+            if count % 2 == 1 {
+                all = all.and(&self);
+            }
+            count /= 2;
+            if count > 0 {
+                self = self.and(&self);
+            }
+        }
+        all
+    }
+
+    fn mean_bytes(&self, grid: &Grid) -> u64 {
+        let cells = self.cells.iter().enumerate();
+        let mean: f64 = cells.map(|(index, probability)| index as f64 * probability).sum();
+        let mean = mean + self.too_much * CELLS as f64;
+        (mean * grid.cell_bytes as f64) as u64
+    }
+}

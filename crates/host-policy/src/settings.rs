@@ -1,0 +1,223 @@
+//! What an operator decides.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::MIB;
+
+/// Settings of a host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Settings {
+    /// Below this part of the host's memory that is available, in percent, it is tight: what
+    /// guests do not use is taken back.
+    pub tight_percent: u64,
+    /// Below this part it is pressed: what guests could do without is taken, too.
+    pub pressed_percent: u64,
+    /// Below this part it is an emergency.
+    pub emergency_percent: u64,
+    /// How long the host must be better than its level before the level becomes lower.
+    pub calm_ms: u64,
+    /// What a guest has said is not believed after this time.
+    pub stale_ms: u64,
+    /// How long a balloon stays without a new decision.
+    pub lease_ms: u64,
+    /// How long a machine must have done nothing to count as idle.
+    pub idle_ms: u64,
+    /// What a page that is not used costs more than one that is, in percent of its own price: 75
+    /// makes it four times as expensive (Waldspurger, "Memory Resource Management in VMware ESX
+    /// Server", OSDI 2002, section 5).
+    pub idle_tax_percent: u64,
+    /// The probability that all machines together need more than there is, at any moment, that a
+    /// new one may lead to; in millionths.
+    pub risk_ppm: u64,
+    /// The profile of machines that have no other.
+    pub default: Profile,
+    /// Others, by name.
+    pub profiles: BTreeMap<String, Profile>,
+    /// The profiles of machines, by the machine's name or, with a `*` at the end, by how it begins.
+    pub machines: BTreeMap<String, String>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            tight_percent: 35,
+            pressed_percent: 18,
+            emergency_percent: 5,
+            calm_ms: 10_000,
+            stale_ms: 15_000,
+            lease_ms: 30_000,
+            idle_ms: 10_000,
+            idle_tax_percent: 75,
+            risk_ppm: 1000,
+            default: Profile::default(),
+            profiles: BTreeMap::new(),
+            machines: BTreeMap::new(),
+        }
+    }
+}
+
+/// What machines of one kind are entitled to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Profile {
+    /// Memory that is never taken.
+    pub floor_bytes: u64,
+    /// Memory that it may have at most, `None`: its size.
+    pub ceiling_bytes: Option<u64>,
+    /// Its part where there is not enough for all, in relation to others.
+    pub shares: u64,
+    /// What it is for.
+    pub class: Class,
+    /// What programs can still get is not taken below this.
+    pub reserve_bytes: u64,
+}
+
+impl Default for Profile {
+    fn default() -> Self {
+        Self {
+            floor_bytes: 0,
+            ceiling_bytes: None,
+            shares: 1000,
+            class: Class::Batch,
+            reserve_bytes: 128 * MIB,
+        }
+    }
+}
+
+/// What a machine is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Class {
+    /// Somebody waits for its answers: it is left alone until the host is pressed.
+    Latency,
+    /// What is not done now is done a second later.
+    #[default]
+    Batch,
+    /// Nobody uses it for now.
+    Parked,
+}
+
+/// Settings that contradict each other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Contradiction(String);
+
+impl fmt::Display for Contradiction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Contradiction {}
+
+impl Settings {
+    /// Checks them.
+    ///
+    /// # Errors
+    /// The first contradiction, with both of its sides.
+    pub fn check(&self) -> Result<(), Contradiction> {
+        let fail = |text: String| Err(Contradiction(text));
+        let (tight, pressed) = (self.tight_percent, self.pressed_percent);
+        let emergency = self.emergency_percent;
+        if !(emergency < pressed && pressed < tight && tight < 100) {
+            return fail(format!(
+                "emergency_percent ({emergency}) must be below pressed_percent ({pressed}), that \
+                 below tight_percent ({tight}), and that below 100"
+            ));
+        }
+        if self.idle_tax_percent >= 100 {
+            let tax = self.idle_tax_percent;
+            return fail(format!("idle_tax_percent is {tax}; give one below 100"));
+        }
+        if self.risk_ppm == 0 || self.risk_ppm >= 1_000_000 {
+            let risk = self.risk_ppm;
+            return fail(format!("risk_ppm is {risk}; give one from 1 to 999999"));
+        }
+        if self.stale_ms >= self.lease_ms {
+            let (stale, lease) = (self.stale_ms, self.lease_ms);
+            return fail(format!("stale_ms ({stale}) must be below lease_ms ({lease})"));
+        }
+        let named = self.profiles.iter().map(|(name, profile)| (name.as_str(), profile));
+        for (name, profile) in named.chain([("default", &self.default)]) {
+            if profile.shares == 0 {
+                return fail(format!("profile {name}: shares is 0; give one from 1"));
+            }
+            if let Some(ceiling) = profile.ceiling_bytes.filter(|it| *it < profile.floor_bytes) {
+                let floor = profile.floor_bytes;
+                return fail(format!(
+                    "profile {name}: floor_bytes ({floor}) is above ceiling_bytes ({ceiling})"
+                ));
+            }
+        }
+        for (machine, profile) in &self.machines {
+            if profile != "default" && !self.profiles.contains_key(profile) {
+                return fail(format!("machine {machine}: there is no profile {profile}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The profile of a machine, with its name.
+    pub fn profile(&self, machine: &str) -> (&str, &Profile) {
+        let exact = self.machines.get(machine);
+        let begins = || {
+            let fits = |(pattern, profile)| {
+                let begin: &str = String::as_str(pattern).strip_suffix('*')?;
+                machine.starts_with(begin).then_some((begin.len(), profile))
+            };
+            self.machines.iter().filter_map(fits).max_by_key(|(length, _)| *length)
+        };
+        let name = exact.or_else(|| begins().map(|(_, profile)| profile));
+        let found = name.and_then(|name| self.profiles.get_key_value(name));
+        found.map_or(("default", &self.default), |(name, profile)| (name, profile))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_pattern_decides() {
+        let profile = |shares| Profile { shares, ..Profile::default() };
+        let settings = Settings {
+            profiles: [("a".to_owned(), profile(1)), ("b".to_owned(), profile(2))].into(),
+            machines: [("web*", "a"), ("web-1*", "b"), ("web-12", "a"), ("x", "default")]
+                .map(|(machine, profile)| (machine.to_owned(), profile.to_owned()))
+                .into(),
+            ..Settings::default()
+        };
+        settings.check().unwrap();
+        let names = ["web-2", "web-13", "web-12", "x", "web"].map(|name| settings.profile(name).0);
+        assert_eq!(names, ["a", "b", "a", "default", "a"]);
+    }
+
+    #[test]
+    fn contradictions_are_refused() {
+        let refused = |change: fn(&mut Settings), word: &str| {
+            let mut settings = Settings::default();
+            change(&mut settings);
+            let error = settings.check().unwrap_err().to_string();
+            assert!(error.contains(word), "{error}");
+        };
+        Settings::default().check().unwrap();
+        refused(|it| it.tight_percent = 100, "tight_percent");
+        refused(|it| it.pressed_percent = 40, "pressed_percent (40)");
+        refused(|it| it.emergency_percent = 18, "emergency_percent (18)");
+        refused(|it| it.idle_tax_percent = 100, "idle_tax_percent");
+        refused(|it| it.risk_ppm = 0, "risk_ppm");
+        refused(|it| it.stale_ms = 30_000, "lease_ms (30000)");
+        refused(|it| it.default.shares = 0, "profile default");
+        refused(
+            |it| {
+                it.default =
+                    Profile { floor_bytes: 6, ceiling_bytes: Some(5), ..Profile::default() }
+            },
+            "ceiling_bytes (5)",
+        );
+        refused(|it| drop(it.machines.insert("m".into(), "none".into())), "no profile none");
+    }
+}

@@ -1,0 +1,216 @@
+//! What is remembered from one decision to the next.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::history::History;
+use crate::level::LevelState;
+use crate::snapshot::Machine;
+use crate::trust::Known;
+
+/// What is remembered of a host and its machines. It can be written to a file and read again; a
+/// policy that begins with [`State::default`] knows nothing, and is careful for a while.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct State {
+    /// The host's level.
+    pub host: LevelState,
+    /// What machines have needed.
+    pub history: History,
+    pub(crate) at_ms: Option<u64>,
+    pub(crate) machines: BTreeMap<String, MachineState>,
+}
+
+impl State {
+    /// Knows what machines have needed, and no more.
+    pub fn with_history(history: History) -> Self {
+        Self { history, ..Self::default() }
+    }
+
+    /// Whether an operator wants a machine left alone.
+    pub fn hold(&mut self, machine: &str, is_held: bool) {
+        self.machines.entry(machine.to_owned()).or_default().is_held = is_held;
+    }
+
+    /// Machines that are left alone.
+    pub fn held(&self) -> impl Iterator<Item = &str> {
+        let held = self.machines.iter().filter(|(_, machine)| machine.is_held);
+        held.map(|(name, _)| name.as_str())
+    }
+}
+
+/// What is remembered of a machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct MachineState {
+    pub(crate) is_held: bool,
+    /// When it was last seen to do something.
+    active_ms: Option<u64>,
+    processor_ms: Option<u64>,
+    available_bytes: Option<u64>,
+    oom_kills: Option<u64>,
+    pub(crate) squeeze: Option<Squeeze>,
+    pub(crate) taking: Backoff,
+    pub(crate) squeezing: Backoff,
+    pub(crate) resting: Backoff,
+    /// The last time that something was taken from it otherwise.
+    taken: Option<Taken>,
+    /// The rule that applied last, and since when.
+    pub(crate) rule: String,
+    pub(crate) since_ms: u64,
+}
+
+/// A balloon that is there because of a decision.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Squeeze {
+    pub(crate) target_bytes: u64,
+    pub(crate) since_ms: u64,
+    pub(crate) until_ms: u64,
+    /// Whether it is given back as soon as it has reached its size.
+    pub(crate) is_pulse: bool,
+}
+
+/// Memory that a machine was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Taken {
+    at_ms: u64,
+    gain_bytes: u64,
+    /// What it occupied then, and the least since.
+    before_bytes: u64,
+    least_bytes: u64,
+    major_faults: Option<u64>,
+}
+
+/// How long something is not tried again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Backoff {
+    until_ms: u64,
+    last_ms: u64,
+}
+
+impl Backoff {
+    /// Waits at least `first_ms`, twice as long as the last time, and `most_ms` at most.
+    pub(crate) fn grow(&mut self, at_ms: u64, first_ms: u64, most_ms: u64) {
+        self.last_ms = (2 * self.last_ms).clamp(first_ms, most_ms);
+        self.until_ms = at_ms + self.last_ms;
+    }
+
+    /// Waits for `ms`, and what comes next is short again.
+    pub(crate) fn pause(&mut self, at_ms: u64, ms: u64) {
+        *self = Self { until_ms: at_ms + ms, last_ms: 0 };
+    }
+
+    pub(crate) fn left_ms(self, at_ms: u64) -> u64 {
+        self.until_ms.saturating_sub(at_ms)
+    }
+}
+
+/// How long memory that was asked for may be on its way.
+pub(crate) const IN_FLIGHT_MS: u64 = 5_000;
+/// After which time it is judged whether it was worth it.
+const JUDGED_MS: u64 = 30_000;
+/// How long nothing is taken from a machine that has just given, and how long at most from one that
+/// did so in vain.
+const AGAIN_MS: u64 = 30_000;
+const VAIN_MS: u64 = 30 * 60_000;
+/// Below these a machine does nothing: part of a processor, in thousandths, and change of what is
+/// available.
+const IDLE_PROCESSOR_MILLI: u64 = 50;
+const IDLE_CHANGE_BYTES: u64 = 16 << 20;
+
+impl MachineState {
+    /// Takes notice of a machine. Returns how long it has been idle, and how many processes its
+    /// guest has killed since the last time.
+    pub(crate) fn notice(
+        &mut self,
+        machine: &Machine,
+        known: Option<&Known>,
+        at_ms: u64,
+        elapsed_ms: u64,
+    ) -> (u64, u64) {
+        let ran = self.processor_ms.zip(machine.processor_ms);
+        let ran_milli =
+            ran.map(|(before, now)| 1000 * now.saturating_sub(before) / elapsed_ms.max(1));
+        let change = self.available_bytes.zip(known.map(|known| known.available));
+        let change = change.map(|(before, now)| before.abs_diff(now));
+        let is_idle = match (ran_milli, change) {
+            (Some(milli), _) => milli < IDLE_PROCESSOR_MILLI,
+            (None, Some(change)) => change < IDLE_CHANGE_BYTES,
+            (None, None) => false,
+        };
+        if !is_idle || self.active_ms.is_none() {
+            self.active_ms = Some(at_ms);
+        }
+        let kills = machine.statistics.and_then(|said| said.oom_kills);
+        let new_kills = self.oom_kills.zip(kills).map_or(0, |(old, new)| new.saturating_sub(old));
+        self.processor_ms = machine.processor_ms;
+        self.available_bytes = known.map(|known| known.available);
+        self.oom_kills = kills;
+        self.judge(machine, at_ms);
+        (at_ms.saturating_sub(self.active_ms.unwrap_or(at_ms)), new_kills)
+    }
+
+    /// Notes that memory is taken from a machine.
+    pub(crate) fn takes(&mut self, machine: &Machine, at_ms: u64, gain_bytes: u64) {
+        let before_bytes = machine.resident_bytes.unwrap_or(0);
+        let major_faults = machine.statistics.and_then(|said| said.major_faults);
+        let least_bytes = before_bytes;
+        self.taken = Some(Taken { at_ms, gain_bytes, before_bytes, least_bytes, major_faults });
+        // Long enough to see what comes of it.
+        self.taking.until_ms = at_ms + JUDGED_MS;
+    }
+
+    /// What is still expected of it.
+    pub(crate) fn coming_bytes(&self, at_ms: u64) -> u64 {
+        let coming = self.taken.filter(|taken| at_ms.saturating_sub(taken.at_ms) < IN_FLIGHT_MS);
+        coming.map_or(0, |taken| {
+            taken.gain_bytes.saturating_sub(taken.before_bytes - taken.least_bytes)
+        })
+    }
+
+    /// Judges what was taken: it is not tried again soon if little came, or came back.
+    fn judge(&mut self, machine: &Machine, at_ms: u64) {
+        let Some(taken) = &mut self.taken else { return };
+        let now = machine.resident_bytes.unwrap_or(0);
+        let age_ms = at_ms.saturating_sub(taken.at_ms);
+        if age_ms <= IN_FLIGHT_MS {
+            taken.least_bytes = taken.least_bytes.min(now);
+        }
+        if age_ms < JUDGED_MS {
+            return;
+        }
+        let came = taken.before_bytes - taken.least_bytes;
+        let faults = machine.statistics.and_then(|said| said.major_faults);
+        let again = taken.major_faults.zip(faults);
+        let again = again.map_or(0, |(old, new)| 4096 * new.saturating_sub(old));
+        if came < taken.gain_bytes / 4 || again > came / 2 {
+            self.taking.grow(at_ms, AGAIN_MS, VAIN_MS);
+        } else {
+            self.taking.pause(at_ms, 0);
+        }
+        self.taken = None;
+    }
+
+    /// Forgets times, after a clock has gone back.
+    pub(crate) fn forget_times(&mut self, at_ms: u64) {
+        self.active_ms = None;
+        self.taken = None;
+        self.since_ms = at_ms;
+        for backoff in [&mut self.taking, &mut self.squeezing, &mut self.resting] {
+            *backoff = Backoff::default();
+        }
+        if let Some(squeeze) = &mut self.squeeze {
+            (squeeze.since_ms, squeeze.until_ms) = (at_ms, at_ms);
+        }
+    }
+}
+
+impl State {
+    /// Forgets times, after a clock has gone back.
+    pub(crate) fn forget_times(&mut self, at_ms: u64) {
+        self.host.forget_times(at_ms);
+        self.at_ms = None;
+        for machine in self.machines.values_mut() {
+            machine.forget_times(at_ms);
+        }
+    }
+}
