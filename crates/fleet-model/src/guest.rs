@@ -29,15 +29,15 @@ impl Equipment {
     }
 }
 
-/// What went wrong with a machine, and how much.
+/// Harm to a machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Troubles {
     /// Processes that the guest has killed.
     pub oom_kills: u64,
-    /// Time for which the guest looked for memory that its balloon wanted and it had not, in
-    /// milliseconds: its processors do nothing else.
+    /// Time for which inflation found no memory, in milliseconds ("Out of puff!"). The guest's
+    /// processors are busy with reclaim.
     pub out_of_puff_ms: u64,
-    /// Time for which programs waited for memory, in milliseconds.
+    /// Time for which programs were blocked in allocations, in milliseconds.
     pub stalled_ms: u64,
     /// Files read again because their pages had been evicted.
     pub refault_bytes: u64,
@@ -79,24 +79,24 @@ pub(crate) struct Guest {
     spoken: Option<Statistics>,
 }
 
-/// How fast programs allocate, in bytes per step: 3 GB/s.
+/// Rate of programs' allocations, in bytes per step: 3 GB/s.
 const ALLOCATE: u64 = 3_000_000 * STEP_MS;
-/// How fast caches are evicted by whoever needs their memory: 400 MiB/s.
+/// Rate of direct reclaim, in bytes per step: 400 MiB/s.
 const EVICT: u64 = 400 * MIB * STEP_MS / 1000;
-/// How fast files are read: 500 MiB/s.
+/// Rate of reading files, in bytes per step: 500 MiB/s.
 const READ: u64 = 500 * MIB * STEP_MS / 1000;
-/// How fast a balloon grows and shrinks: 1.5 and 4 GiB/s.
+/// Rates of inflation and deflation, in bytes per step: 1.5 and 4 GiB/s.
 const INFLATE: u64 = 1536 * MIB * STEP_MS / 1000;
 const DEFLATE: u64 = 4096 * MIB * STEP_MS / 1000;
-/// What a balloon gives in a step on its guest's own accord: 256 pages an attempt.
+/// Deflation on OOM in a step: 256 pages (drivers/virtio/virtio_balloon.c).
 const DEFLATE_ON_OOM: u64 = MIB;
 /// Caches that are not evicted.
 const LEAST_CACHE: u64 = 16 * MIB;
 /// Time after which free pages are reported, in milliseconds (`PAGE_REPORTING_DELAY`).
 const REPORTING_MS: u64 = 2000;
-/// How fast they are reported on request: 4 GiB/s.
+/// Rate of reporting on request, in bytes per step: 4 GiB/s.
 const RECLAIM: u64 = 4096 * MIB * STEP_MS / 1000;
-/// For how long a guest looks for memory before it kills a process, in milliseconds.
+/// Time without any allocation after which the guest kills a process, in milliseconds.
 const KILL_AFTER_MS: u64 = 1000;
 
 impl Guest {
@@ -158,18 +158,18 @@ impl Guest {
         host.swap_out(bytes);
     }
 
-    /// What it is doing; `None` at its end.
+    /// The current phase; `None` after the last one.
     pub(crate) fn phase(&self) -> Option<Phase> {
         self.trace.phases.get(self.phase).copied()
     }
 
-    /// Gives all memory back.
+    /// Returns all memory to the host.
     pub(crate) fn end(&mut self, host: &mut HostModel) {
         host.give(self.resident());
         host.drop_swapped(self.swapped_bytes);
     }
 
-    /// Does what a policy wants.
+    /// Carries out an action.
     pub(crate) fn act(&mut self, action: Action) {
         let means = self.equipment.means;
         match action {
@@ -230,7 +230,7 @@ impl Guest {
         cold + hot
     }
 
-    /// Returns free memory to the host, and to swap what of it is there.
+    /// Returns free memory to the host, in part from swap.
     fn release_stale(&mut self, bytes: u64, host: &mut HostModel) {
         let held = self.used() + self.stale_bytes;
         let share = u128::from(self.swapped_bytes) * u128::from(bytes);
@@ -241,7 +241,7 @@ impl Guest {
         host.give(bytes - swapped);
     }
 
-    /// Takes free memory of the guest: first what the host holds anyhow.
+    /// Allocates free memory of the guest, resident pages first.
     fn take(&mut self, wanted_bytes: u64, host: &mut HostModel) -> u64 {
         let wanted = wanted_bytes.min(self.free());
         let stale = wanted.min(self.stale_bytes);
@@ -249,7 +249,7 @@ impl Guest {
         stale + host.take(wanted - stale)
     }
 
-    /// Gives programs and caches what they want.
+    /// Allocates for programs and caches.
     fn feed(&mut self, phase: Phase, host: &mut HostModel) -> Fed {
         let goal = match phase.growth {
             Growth::Burst => phase.programs_bytes,
@@ -260,7 +260,7 @@ impl Guest {
             self.programs_bytes = goal;
         }
         let wanted = ALLOCATE.min(goal - self.programs_bytes);
-        // Programs take the place of caches.
+        // Caches are evicted for programs.
         let missing = wanted.saturating_sub(self.free());
         self.evict(missing.min(EVICT));
         let free = self.free();
@@ -293,7 +293,7 @@ impl Guest {
         if self.equipment.deflates_on_oom && self.balloon.actual_bytes > 0 {
             self.balloon.actual_bytes -= DEFLATE_ON_OOM.min(self.balloon.actual_bytes);
         } else if self.stuck_ms >= KILL_AFTER_MS {
-            // What the killed process has done is lost, and it is not begun again.
+            // The work of the killed process is lost, and not repeated.
             self.troubles.oom_kills += 1;
             self.stuck_ms = 0;
             self.next_phase();
@@ -379,7 +379,7 @@ impl Guest {
         }
     }
 
-    /// What a policy sees of it.
+    /// Its part of a snapshot.
     pub(crate) fn seen(&mut self, now_ms: u64) -> Machine {
         self.speak(now_ms);
         Machine {
@@ -419,7 +419,7 @@ impl Guest {
     }
 }
 
-/// Whether programs got the memory that they wanted.
+/// Result of programs' allocations in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fed {
     All,

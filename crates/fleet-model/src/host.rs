@@ -4,12 +4,12 @@ use ebb_host_policy::{Host, MIB, Pressure, Swap};
 
 use crate::STEP_MS;
 
-/// What a host has.
+/// The memory of a host.
 #[derive(Clone, Copy, Debug)]
 pub struct HostShape {
     /// Its memory.
     pub total_bytes: u64,
-    /// What runs beside the machines.
+    /// Memory of all other processes.
     pub base_bytes: u64,
     /// `None` without swap.
     pub swap_bytes: Option<u64>,
@@ -34,17 +34,17 @@ pub(crate) struct HostModel {
     swap_out_bytes: u64,
     pub(crate) most_swap_bytes: u64,
     pressure: Pressure,
-    /// Left of what the disk of the swap can do in this step.
+    /// What the swap's disk can still transfer in this step.
     swap_budget_bytes: u64,
-    /// Whether somebody did not get what he wanted in this step.
+    /// Whether an allocation has failed in this step.
     is_short: bool,
-    /// For how long that has been so, in milliseconds.
+    /// For how long allocations have failed, in milliseconds.
     short_ms: u64,
 }
 
 /// Bandwidth of the disk of the swap, in bytes per millisecond: 250 MiB/s.
 const SWAP_RATE: u64 = 250 * MIB / 1000;
-/// For how long nothing can be had before a process is killed, in milliseconds.
+/// Time of failed allocations after which a process is killed, in milliseconds.
 const KILL_AFTER_MS: u64 = 1000;
 
 impl HostModel {
@@ -62,7 +62,7 @@ impl HostModel {
         }
     }
 
-    /// Memory that only the kernel gets.
+    /// Memory that is reserved for the kernel.
     fn reserve(&self) -> u64 {
         self.shape.total_bytes / 200
     }
@@ -94,7 +94,7 @@ impl HostModel {
         kills
     }
 
-    /// Takes memory; returns how much there was.
+    /// Allocates memory; returns how much was allocated.
     pub(crate) fn take(&mut self, wanted_bytes: u64) -> u64 {
         let got = wanted_bytes.min(self.free_bytes.saturating_sub(self.reserve()));
         self.is_short |= got < wanted_bytes;
@@ -132,7 +132,7 @@ impl HostModel {
         self.swap_out_bytes
     }
 
-    /// What a policy sees of it.
+    /// Its part of a snapshot.
     pub(crate) fn seen(&self) -> Host {
         Host {
             total_bytes: self.shape.total_bytes,

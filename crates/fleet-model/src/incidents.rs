@@ -1,4 +1,4 @@
-//! What has gone wrong with memory policies in production, as runs that a policy has to survive.
+//! Failures of memory policies in production, as runs of the model.
 //!
 //! Sources are GitHub's issues and pull requests of the repositories named.
 
@@ -10,7 +10,7 @@ use crate::simulation::{Moment, Outcome, Simulation};
 use crate::strategy::Strategy;
 use crate::trace::{Activity, Growth, Honesty, Kind, MachineTrace, Phase, Trace};
 
-/// A run that went wrong somewhere.
+/// A failure, and the run that shows whether a policy repeats it.
 pub struct Incident {
     /// Where: a repository and the number of its issue or pull request, or a short name.
     pub name: &'static str,
@@ -25,7 +25,7 @@ impl Incident {
     /// Runs it under a policy.
     ///
     /// # Errors
-    /// What went wrong again.
+    /// The harm that was done again.
     pub fn survives(&self, strategy: &mut dyn Strategy) -> Result<Outcome, String> {
         let mut moments = Vec::new();
         let outcome = self.simulation.observe(&self.trace, strategy, |moment| {
@@ -239,7 +239,7 @@ pub fn all() -> Vec<Incident> {
                 ],
             },
             check: |_, moments| {
-                // The wait ends after at most 30 s, whatever a policy does.
+                // Under any policy nothing waits for memory after this time.
                 let late = moments.iter().filter(|moment| moment.snapshot.at_ms > 110_000);
                 let squeezes = late.flat_map(|moment| &moment.orders).filter(|order| {
                     matches!(order.action, Action::Balloon { target_bytes } if target_bytes > 0)

@@ -30,32 +30,32 @@ pub struct Simulation {
 /// How a run went.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
-    /// Machines that ran at a time, on the mean of the second half of the run, in thousandths.
+    /// Mean number of machines in the second half of the run, in thousandths.
     pub admitted_milli: u64,
-    /// The most that ran at a time.
+    /// The largest number of machines.
     pub most_admitted: usize,
     /// Machines that have done all of their work.
     pub completed: usize,
-    /// How much longer the work took than it would have alone, in thousandths: 1000 is no longer.
+    /// Duration of all work in relation to its duration without any shortage, in thousandths.
     pub slowdown_milli: u64,
     /// Machines that the host has killed.
     pub host_kills: u64,
-    /// What went wrong in guests, together.
+    /// Sums of all guests.
     pub troubles: Troubles,
     /// Written to swap.
     pub swap_out_bytes: u64,
-    /// The most that was in swap.
+    /// The largest use of swap.
     pub most_swap_bytes: u64,
     /// Orders of the policy.
     pub orders: usize,
 }
 
-/// What a policy has seen and said.
+/// A decision of a policy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Moment {
-    /// What it saw.
+    /// Its input.
     pub snapshot: Snapshot,
-    /// What it wanted.
+    /// Its result.
     pub orders: Vec<Order>,
 }
 
@@ -65,14 +65,14 @@ impl Simulation {
         self.observe(trace, strategy, |_| {})
     }
 
-    /// Runs a trace, and shows every decision.
+    /// Runs a trace, and calls `see` with each decision.
     pub fn observe(
         &self,
         trace: &Trace,
         strategy: &mut dyn Strategy,
         mut see: impl FnMut(&Moment),
     ) -> Outcome {
-        let mut run = Run::new(self, trace);
+        let mut run = Run::new(self);
         while run.now_ms < self.duration_ms {
             if run.now_ms.is_multiple_of(self.interval_ms) {
                 let moment = run.decide(strategy);
@@ -100,7 +100,7 @@ struct Run {
 }
 
 impl Run {
-    fn new(simulation: &Simulation, _trace: &Trace) -> Self {
+    fn new(simulation: &Simulation) -> Self {
         Self {
             simulation: *simulation,
             now_ms: 0,
@@ -151,7 +151,7 @@ impl Run {
     fn step(&mut self) {
         self.swap_out();
         let (mut waited, mut worked) = (0, 0);
-        // Nobody is always the first to take what there is.
+        // The order changes with each step, so that no machine is always served first.
         let count = self.guests.len();
         let first = (self.now_ms / STEP_MS) as usize;
         for index in 0..count {

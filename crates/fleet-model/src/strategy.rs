@@ -1,5 +1,4 @@
-//! Memory policies of a host, and naive ones that many have written: those that the real one is
-//! compared with.
+//! Memory policies: that of this project, and simple ones in common use to compare it with.
 
 use std::collections::BTreeMap;
 
@@ -31,10 +30,10 @@ pub struct Ebbd {
 }
 
 impl Ebbd {
-    /// With what it has learned from machines of other traces on the same host.
+    /// A policy with the history of other traces on the same host.
     pub fn with_history_of(simulation: &Simulation) -> Self {
         let mut teacher = Self::default();
-        // To learn, it has to run many.
+        // History grows with the number of machines.
         teacher.settings.risk_ppm = 20_000;
         for seed in 101..=103 {
             teacher.state = State::with_history(std::mem::take(&mut teacher.state).history);
@@ -88,15 +87,15 @@ impl Strategy for Nothing {
     }
 }
 
-/// A machine that has been quiet gets a small target whatever its guest needs.
+/// An idle machine keeps a constant amount of memory, regardless of its guest's needs.
 #[derive(Clone, Debug)]
 pub struct IdleTarget {
     /// What an idle machine keeps.
     pub keep_bytes: u64,
     /// For how long the guest's available memory must not have changed.
     pub idle_ms: u64,
-    /// After how long a guest without available memory gets all of it back, and counts as active;
-    /// `None` if never.
+    /// The balloon of a guest that has had no memory available for this time is released, and the
+    /// machine counts as active; `None` if never.
     pub fails_open_ms: Option<u64>,
     /// Host memory that must be available before another machine starts.
     pub admission_bytes: u64,
@@ -159,11 +158,10 @@ impl Strategy for IdleTarget {
     }
 }
 
-/// What the host lacks is taken from guests in proportion to what they have available: the deficit
-/// decides, and nothing else.
+/// The host's deficit is taken from guests in proportion to their available memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Deficit {
-    /// What becomes of it.
+    /// How targets follow from it.
     pub law: Law,
     /// Host memory that is to be available.
     pub wanted_bytes: u64,
@@ -190,7 +188,7 @@ impl Deficit {
         let spare = i128::from(self.spare(machine));
         let share = spare.min(lacks * spare / spare_of_all.max(1));
         let target = match self.law {
-            // A guest that has too little gets some back.
+            // A guest that has too little is given a part.
             _ if available < self.keep_bytes / 2 => actual - i128::from(self.keep_bytes / 2),
             Law::Target => share,
             Law::Change if lacks > 0 => actual + share,
@@ -222,8 +220,9 @@ impl Strategy for Deficit {
     }
 }
 
-/// Each guest is to have so much available and no more, whatever the host has (vm0-ai/vm0 before
-/// its pull request 30227): the balloon grows in steps, and shrinks by what the guest lacks.
+/// Each guest keeps a constant amount of available memory, regardless of the host. The balloon
+/// inflates in steps, and deflates by what the guest lacks (vm0-ai/vm0 before its pull request
+/// 30227).
 #[derive(Clone, Copy, Debug)]
 pub struct GuestAvailable {
     /// What each guest is to have available.

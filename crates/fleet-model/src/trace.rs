@@ -1,7 +1,7 @@
 //! What machines do: arrivals on a host, and the memory that the programs of each need.
 //!
-//! A trace says what programs want, never what they get: a machine that waits for memory is later
-//! with all that follows. So one trace is the same work under each policy.
+//! A trace describes demand. A machine that waits for memory is later with all that follows, so one
+//! trace is the same work under each policy.
 
 use ebb_host_policy::{GIB, MIB};
 use serde::{Deserialize, Serialize};
@@ -38,15 +38,15 @@ pub struct MachineTrace {
 /// A part of a machine's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Phase {
-    /// Whether anything is done.
+    /// Whether the machine works.
     pub activity: Activity,
-    /// How long it takes if memory is never waited for.
+    /// Its duration without any shortage of memory.
     pub duration_ms: u64,
     /// Memory of programs at its end.
     pub programs_bytes: u64,
     /// How programs get there.
     pub growth: Growth,
-    /// Files that are read again and again, and best stay cached.
+    /// Files that are read repeatedly.
     pub files_bytes: u64,
 }
 
@@ -54,9 +54,9 @@ pub struct Phase {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activity {
-    /// It does; a lack of memory makes the phase longer.
+    /// It works; a shortage of memory makes the phase longer.
     Work,
-    /// It waits for something outside; that comes when it comes.
+    /// It waits for an external event.
     Wait,
 }
 
@@ -90,13 +90,13 @@ pub enum Kind {
 pub enum Honesty {
     /// What is true.
     Honest,
-    /// That it has much more to give than is there.
+    /// More available memory than the machine has.
     Liar,
     /// Nothing.
     Silent,
-    /// What was true when it last spoke, this long after its start.
+    /// The values of the last time that it answered.
     FallsSilent {
-        /// In milliseconds.
+        /// Time of the last answer after the start, in milliseconds.
         after_ms: u64,
     },
 }

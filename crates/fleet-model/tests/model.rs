@@ -8,7 +8,7 @@ use ebb_fleet_model::{Equipment, HostShape, Recipe, Simulation, Strategy};
 use ebb_host_policy::{Action, GIB, Order, Snapshot};
 use proptest::prelude::{Just, ProptestConfig, prop, prop_oneof, proptest};
 
-/// Orders whatever comes to its mind.
+/// Random orders.
 struct Anything {
     state: u64,
     most: usize,
@@ -83,7 +83,7 @@ proptest! {
     }
 }
 
-/// Machines that are given all that they could want.
+/// Machines whose sizes all fit.
 #[test]
 fn static_limits_slow_nothing_down() {
     let (host, equipment) = (HostShape::of(15 * GIB), Equipment::ebb());

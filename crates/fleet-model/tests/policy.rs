@@ -30,7 +30,7 @@ fn more_machines_than_static_limits_without_harm() {
     assert!(10 * all > 17 * all_static, "{all} to {all_static}");
 }
 
-/// A policy that lets in sixteen machines whatever it thinks; without one, nothing is done.
+/// Admits sixteen machines at any time, and leaves the rest to a policy, if there is one.
 #[derive(Default)]
 struct Sixteen(Option<Ebbd>);
 
@@ -44,7 +44,7 @@ impl Strategy for Sixteen {
     }
 }
 
-/// Machines that are much too many, as when a daemon starts on a host that is full already.
+/// Far too many machines, as on a host that was full before its daemon started.
 #[test]
 fn a_host_that_is_too_full_is_not_made_worse() {
     let simulation = Simulation { duration_ms: 1_200_000, ..simulation() };
@@ -65,7 +65,7 @@ fn a_host_that_is_too_full_is_not_made_worse() {
         assert!(managed.completed >= unmanaged.completed, "{managed:?} {unmanaged:?}");
         assert!(managed.host_kills <= unmanaged.host_kills, "{managed:?} {unmanaged:?}");
         assert_eq!(managed.troubles.oom_kills, 0, "{managed:?}");
-        // In twenty minutes of want, no balloon goes up and down for ever.
+        // No balloon oscillates during these twenty minutes.
         for (machine, targets) in targets {
             let ups = targets.windows(2).filter(|pair| pair[0] == 0 && pair[1] > 8 * MIB).count();
             assert!(ups <= 8, "{machine}: {targets:?}");

@@ -44,20 +44,16 @@ fn all_kinds_are_there_and_fit_their_machines() {
     assert!((40..120).contains(&dishonest), "{dishonest}");
 }
 
-/// A trace is a promise: results count on the one that nobody has tuned a policy with, so none
-/// may change unseen.
+/// Results are comparable only if traces do not change, and no policy is tuned with the fourth.
 #[test]
 fn a_seed_gives_the_same_trace_for_ever() {
     let sum = |seed: u64| {
         let text = serde_json::to_string(&Recipe::fleet(seed).trace()).unwrap();
-        // FNV-1a.
-        text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-        })
+        twox_hash::XxHash3_64::oneshot(text.as_bytes())
     };
     let sums = [SEEDS[0], SEEDS[1], SEEDS[2], JUDGING_SEED].map(sum);
     assert_eq!(
         sums.map(|sum| format!("{sum:016x}")),
-        ["bec77d289a2b9db7", "602535fc4a277acf", "48e12b891984195f", "fd89362b1680b155"]
+        ["8ed3bce1ebc663e6", "c32a6e1611546503", "29d8eecf4e087084", "584b8235acca4bd0"]
     );
 }
