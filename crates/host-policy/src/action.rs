@@ -17,7 +17,7 @@ pub enum Action {
     Trim,
     /// Its guest evicts cold caches, and reports what is free then.
     Park,
-    /// It is saved to a file and ends, until it is wanted again.
+    /// It is saved to a file and stopped.
     Stop,
 }
 

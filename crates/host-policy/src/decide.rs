@@ -26,7 +26,7 @@ pub struct Decision {
     pub state: State,
 }
 
-/// Less is not worth the guest's work.
+/// Smaller amounts are not worth the guest's work.
 const LEAST_GAIN_BYTES: u64 = 32 << 20;
 /// How long a pulse may take.
 const PULSE_MS: u64 = 10_000;
@@ -41,7 +41,7 @@ const REST_MOST_MS: u64 = 60 * 60_000;
 /// Pauses of means that cost little.
 const RECLAIM_AGAIN_MS: u64 = 5_000;
 
-/// Decides.
+/// Decides. `settings` are valid ([`Settings::check`]).
 pub fn decide(snapshot: &Snapshot, mut state: State, settings: &Settings) -> Decision {
     let snapshot = &snapshot.bounded();
     let at_ms = snapshot.at_ms;
@@ -101,12 +101,12 @@ impl View<'_> {
         (kept_bytes, Clamp::Reserve { kept_bytes })
     }
 
-    /// Memory of the host that it could give without harm: caches, and what is free in the guest.
+    /// Resident memory that its guest does not need: caches, and free pages.
     fn gain_bytes(&self) -> u64 {
         if let Ok(known) = &self.known {
             return self.resident_bytes().saturating_sub(self.kept(known).0);
         }
-        // Nobody knows: a quarter, until it is seen what comes of it.
+        // Unknown: a quarter is assumed, and the result judged as any other.
         let most = self.resident_bytes().saturating_sub(self.profile.floor_bytes);
         most.min(self.resident_bytes() / 4)
     }
@@ -126,7 +126,7 @@ impl<'a> Round<'a> {
         self.snapshot.at_ms
     }
 
-    /// Takes notice of all machines.
+    /// Compares all machines with what is remembered of them.
     fn look(&mut self, elapsed_ms: u64) -> Vec<View<'a>> {
         let (at_ms, settings) = (self.at_ms(), self.settings);
         let mut before = std::mem::take(&mut self.state.machines);
@@ -152,13 +152,13 @@ impl<'a> Round<'a> {
                 clamp: None,
             });
         }
-        // Holds outlive a machine that is away for a while.
+        // A hold survives the machine's absence.
         before.retain(|_, memory| memory.is_held);
         self.state.machines = before;
         views
     }
 
-    /// What machines are to give, so that the host is no longer tight.
+    /// Memory that must be returned until the host is no longer tight.
     fn needed(&self) -> u64 {
         if self.level == Level::Plenty {
             return 0;
@@ -168,7 +168,7 @@ impl<'a> Round<'a> {
         wanted.saturating_sub(host.available_bytes)
     }
 
-    /// What does not wait for anything.
+    /// Rules that apply at any level.
     fn urgent(&mut self, views: &mut [View]) {
         for view in views.iter_mut().filter(|view| view.rule.is_none()) {
             if view.memory.is_held {
@@ -181,11 +181,11 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// Balloons that must go, stay or be there.
+    /// Whether a balloon is released, renewed, or required by the profile.
     fn balloon(&self, view: &mut View) {
         let at_ms = self.at_ms();
         let release = Some(Action::Balloon { target_bytes: 0 });
-        // Not that of a guest that is not believed.
+        // A guest that is not believed has no ceiling.
         let ceiling = view.profile.ceiling_bytes.filter(|_| view.known.is_ok());
         let ceiling_target =
             view.machine.size_bytes.saturating_sub(ceiling.unwrap_or(view.machine.size_bytes));
@@ -214,7 +214,7 @@ impl<'a> Round<'a> {
             view.memory.squeeze = None;
             return;
         }
-        // A balloon that is not ours gets a lease, too.
+        // Also a balloon that was set elsewhere has a lease.
         let lease_ms = self.settings.lease_ms;
         let target_bytes = view.target_bytes();
         let squeeze = *view.memory.squeeze.get_or_insert(Squeeze {
@@ -236,7 +236,7 @@ impl<'a> Round<'a> {
         }
         if at_ms >= squeeze.until_ms {
             view.memory.squeeze = None;
-            let held_ms = at_ms - squeeze.since_ms;
+            let held_ms = at_ms.saturating_sub(squeeze.since_ms);
             return view.decide(Rule::LeaseEnded { held_ms }, back);
         }
         if self.level == Level::Plenty {
@@ -264,10 +264,11 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// What idle machines do not need: the largest first, until it is enough.
+    /// Takes memory that idle machines do not need, the largest amounts first.
     fn take(&mut self, views: &mut [View]) {
         let at_ms = self.at_ms();
-        let coming: u64 = views.iter().map(|view| view.memory.coming_bytes(at_ms)).sum();
+        let coming = views.iter().map(|view| view.memory.coming_bytes(at_ms));
+        let coming = coming.fold(0, u64::saturating_add);
         let mut rest = self.needed_bytes.saturating_sub(coming);
         let mut order: Vec<(u64, usize)> = Vec::new();
         for (index, view) in views.iter_mut().enumerate().filter(|(_, view)| view.rule.is_none()) {
@@ -290,7 +291,7 @@ impl<'a> Round<'a> {
         self.needed_bytes = rest;
     }
 
-    /// Takes what one machine does not need, in the cheapest way; returns whether that is under way.
+    /// Takes memory from one machine in the cheapest way; returns whether that has begun.
     fn take_from(&self, view: &mut View, gain_bytes: u64) -> bool {
         let (at_ms, needed_bytes) = (self.at_ms(), self.needed_bytes);
         let (idle_ms, resident_bytes) = (view.idle_ms, view.resident_bytes());
@@ -330,7 +331,7 @@ impl<'a> Round<'a> {
         true
     }
 
-    /// Has a machine report what is free in its guest and not in the host.
+    /// Has a guest report its free memory that the host still holds.
     fn reclaim(&self, view: &mut View) -> bool {
         let Ok(known) = view.known else { return false };
         let busy = view.machine.outside_balloon_bytes().saturating_sub(known.free);
@@ -348,7 +349,7 @@ impl<'a> Round<'a> {
         view.memory.squeezing.left_ms(self.at_ms()) == 0
     }
 
-    /// What machines could do without, when all else was not enough.
+    /// Takes memory by shares, when cheaper means were not enough.
     fn squeeze(&mut self, views: &mut [View]) {
         if self.level < Level::Pressed || self.needed_bytes == 0 {
             return;
@@ -364,7 +365,7 @@ impl<'a> Round<'a> {
         let mut givers = Vec::new();
         let undecided = |view: &View| matches!(view.rule, None | Some(Rule::Backoff { .. }));
         for (index, view) in views.iter().enumerate().filter(|(_, view)| undecided(view)) {
-            // What a guest works with would only be read again.
+            // A working guest would only read its caches again.
             let least = self.idle_at_least_ms(view.profile.class);
             let is_idle = least.is_some_and(|least| view.idle_ms >= least);
             let rests = view.memory.resting.left_ms(self.at_ms()) > 0;
@@ -394,7 +395,7 @@ impl<'a> Round<'a> {
 
     fn squeeze_one(&self, view: &mut View, giver: Giver, taken_bytes: u64) {
         let at_ms = self.at_ms();
-        // The guest gives to the balloon first what the host has not.
+        // The balloon first takes memory that is not resident.
         let left = giver.has_bytes - taken_bytes;
         let target_bytes = view.machine.size_bytes.saturating_sub(left);
         if target_bytes <= view.target_bytes() {
@@ -418,12 +419,15 @@ impl<'a> Round<'a> {
 
     fn finish(mut self, views: Vec<View>, cause: Cause) -> Decision {
         let at_ms = self.at_ms();
+        let is_new_second = self.state.at_ms.is_none_or(|before| before / 1000 != at_ms / 1000);
         let mut orders = Vec::new();
         let mut explanations = Vec::with_capacity(views.len());
         for view in views {
             let rule = view.rule.unwrap_or(Rule::Enough { level: self.level });
             let name = &view.machine.name;
-            self.state.history.note(view.profile_name, view.machine, view.known.as_ref());
+            if is_new_second {
+                self.state.history.note(view.profile_name, view.machine, view.known.as_ref());
+            }
             let mut memory = view.memory;
             if memory.rule != rule.name() {
                 (memory.rule, memory.since_ms) = (rule.name().to_owned(), at_ms);
@@ -439,7 +443,7 @@ impl<'a> Round<'a> {
                 doubt: view.known.err(),
                 since_ms: memory.since_ms,
             });
-            // Of two with one name the first is remembered.
+            // The first of two machines with one name is remembered.
             if rule != Rule::SameName {
                 self.state.machines.insert(name.clone(), memory);
             }

@@ -15,9 +15,9 @@ pub struct Explanation {
     pub machine: String,
     /// What is to be done.
     pub action: Option<Action>,
-    /// Which rule says so, with all that it looked at.
+    /// The rule that applied, with its inputs.
     pub rule: Rule,
-    /// What has kept the rule from going further.
+    /// The limit that the rule has reached.
     pub clamp: Option<Clamp>,
     /// Why the guest's statistics were not used, if they were not.
     pub doubt: Option<Doubt>,
@@ -34,11 +34,11 @@ pub enum Rule {
         /// The host's level.
         level: Level,
     },
-    /// An operator wants it left alone.
+    /// An operator holds it.
     Held,
     /// Another machine of the snapshot has the same name.
     SameName,
-    /// Its guest has too little: it gets everything back at once.
+    /// Its guest has too little memory: the balloon is released whole.
     GuestShort {
         /// What its programs can still get.
         available_bytes: u64,
@@ -47,76 +47,76 @@ pub enum Rule {
         /// Processes that the guest has killed since the last decision.
         oom_kills: u64,
     },
-    /// A balloon's time is over, and nothing has renewed it.
+    /// The lease of its balloon has ended.
     LeaseEnded {
-        /// How long it was there, in milliseconds.
+        /// Age of the balloon, in milliseconds.
         held_ms: u64,
     },
-    /// The host has enough: the balloon is given back whole.
+    /// The host has enough memory: the balloon is released whole.
     Released {
         /// The host's level.
         level: Level,
     },
-    /// Its profile allows it less than its size.
+    /// Its profile's ceiling is below its size.
     Ceiling {
-        /// So much.
+        /// The ceiling.
         ceiling_bytes: u64,
         /// What the guest uses.
         used_bytes: u64,
     },
-    /// It holds memory of the host that its guest says is free.
+    /// Memory that is free in its guest is resident.
     Reclaim {
-        /// What the host's machines are to give.
+        /// Memory that the host needs.
         needed_bytes: u64,
-        /// So much.
+        /// The amount.
         stale_bytes: u64,
     },
     /// It is idle, and has caches.
     Park {
-        /// What the host's machines are to give.
+        /// Memory that the host needs.
         needed_bytes: u64,
         /// What it is expected to give.
         gain_bytes: u64,
         /// How long it has been idle, in milliseconds.
         idle_ms: u64,
-        /// How long it had to be.
+        /// The least idle time at this level, in milliseconds.
         idle_at_least_ms: u64,
     },
-    /// The same for a machine that cannot park: its balloon grows, and is given back at once.
+    /// The same with a balloon alone: it inflates, and is released when it has its size.
     Pulse {
-        /// What the host's machines are to give.
+        /// Memory that the host needs.
         needed_bytes: u64,
         /// What it is expected to give.
         gain_bytes: u64,
         /// How long it has been idle, in milliseconds.
         idle_ms: u64,
     },
-    /// The pulse goes on, or has done what it can.
+    /// A pulse is under way, or ends.
     Pulsing {
         /// The balloon's size.
         actual_bytes: u64,
         /// What was asked for.
         target_bytes: u64,
     },
-    /// It is idle, the host is pressed, and it has nothing else to give: memory that is all zero.
+    /// It is idle, the host is pressed, and there is no cheaper means: zero pages are discarded.
     Trim {
-        /// What the host's machines are to give.
+        /// Memory that the host needs.
         needed_bytes: u64,
         /// What it occupies.
         resident_bytes: u64,
         /// How long it has been idle, in milliseconds.
         idle_ms: u64,
     },
-    /// Nobody uses it, and the host is pressed: it is saved and ends until it is wanted.
+    /// Its class is parked, and the host is pressed: it is saved to a file and stopped.
     Stop {
-        /// What the host's machines are to give.
+        /// Memory that the host needs.
         needed_bytes: u64,
         /// What it occupies.
         resident_bytes: u64,
     },
-    /// The host is pressed, and the machine pays little for its memory.
+    /// The host is pressed, and the machine pays few shares for its memory.
     Shares {
-        /// What the host's machines are to give.
+        /// Memory that the host needs.
         needed_bytes: u64,
         /// What is taken from this one.
         taken_bytes: u64,
@@ -127,26 +127,25 @@ pub enum Rule {
         /// What a byte of it costs, in thousandths of one that is used.
         cost_milli: u64,
     },
-    /// It could give something, and is left alone for a while, because what was taken before came
-    /// back or did harm.
+    /// A pause after an attempt, which is longer if that returned little or did harm.
     Backoff {
-        /// Until then, in milliseconds from now.
+        /// The rest of the pause, in milliseconds.
         for_ms: u64,
     },
 }
 
-/// What has kept a rule from going further.
+/// A limit that a rule has reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Clamp {
     /// What the guest uses, and the reserve of its profile.
     Reserve {
-        /// So much stays.
+        /// Memory that is kept.
         kept_bytes: u64,
     },
     /// The floor of its profile.
     Floor {
-        /// So much stays.
+        /// Memory that is kept.
         kept_bytes: u64,
     },
 }
@@ -174,7 +173,7 @@ impl Rule {
     }
 }
 
-/// A size as people read it.
+/// A size in whole MiB.
 struct Size(u64);
 
 impl fmt::Display for Size {
@@ -183,7 +182,7 @@ impl fmt::Display for Size {
     }
 }
 
-/// A duration as people read it.
+/// A duration in seconds.
 struct Time(u64);
 
 impl fmt::Display for Time {
@@ -276,7 +275,7 @@ impl fmt::Display for Rule {
             ),
             Self::Backoff { for_ms } => write!(
                 f,
-                "left alone for {}: what was taken before came back or did harm",
+                "no further attempt for {}, to see what the last one has returned",
                 Time(for_ms)
             ),
         }

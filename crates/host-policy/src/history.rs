@@ -1,10 +1,10 @@
 //! What machines have needed on this host, and how many more fit.
 //!
 //! Each profile has a histogram of what its machines needed, second by second, as parts of their
-//! sizes. How many fit follows from the distribution of the sum of all machines' needs. What has
-//! not been seen may still happen: by the rule of three an event that did not happen in n
-//! independent observations has a probability below 3/n (with 95 % confidence), so a machine is
-//! taken to need all of its size with that probability. Without history that is always.
+//! sizes. How many fit follows from the distribution of the sum of all machines' needs. A need that
+//! was never observed is possible: by the rule of three, an event that did not happen in n
+//! independent observations has a probability below 3/n (with 95 % confidence). A machine is
+//! assumed to need all of its size with that probability; without history it is 1.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::level::{Level, part};
 use crate::settings::Settings;
-use crate::snapshot::{Machine, Snapshot};
+use crate::snapshot::{MOST, Machine, Snapshot};
 use crate::state::State;
 use crate::trust::{Doubt, Known, assess};
 
@@ -40,7 +40,7 @@ struct Needs {
 }
 
 impl History {
-    /// Takes notice of what a machine needs, once a second.
+    /// Records what a machine needs. Called once a second.
     pub(crate) fn note(&mut self, profile: &str, machine: &Machine, known: Result<&Known, &Doubt>) {
         if machine.size_bytes == 0 {
             return;
@@ -64,7 +64,7 @@ fn need_bytes(machine: &Machine, known: Result<&Known, &Doubt>) -> u64 {
     let has = machine.resident_bytes.map(|it| it + machine.swapped_bytes.unwrap_or(0));
     let has = has.unwrap_or(machine.size_bytes);
     match known {
-        // Files that are being read, and what is on its way back.
+        // A margin for files in use, and for free pages that are not reported yet.
         Ok(known) => has.min(known.used + known.used / 4 + (32 << 20)),
         Err(_) => has,
     }
@@ -74,13 +74,14 @@ impl Needs {
     fn note(&mut self, need_bytes: u64, size_bytes: u64) {
         self.counts.resize(PARTS, 0);
         let index = part(need_bytes, PARTS as u64, size_bytes).min(PARTS as u64 - 1);
-        self.counts[index as usize] += 1;
-        self.sum += 1;
+        let count = &mut self.counts[index as usize];
+        *count = count.saturating_add(1);
+        self.sum = self.sum.saturating_add(1);
         if self.sum >= MOST_OBSERVATIONS {
             for count in &mut self.counts {
                 *count /= 2;
             }
-            self.sum = self.counts.iter().sum();
+            self.sum = self.counts.iter().fold(0, |sum, count| sum.saturating_add(*count));
         }
     }
 }
@@ -88,7 +89,7 @@ impl Needs {
 /// How many more machines fit.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Fit {
-    /// So many.
+    /// The number of machines.
     pub machines: u64,
     /// The probability that all together need more than there is at a time, with one machine more
     /// than these, in millionths.
@@ -114,7 +115,7 @@ pub fn fit(
     size_bytes: u64,
     most: u64,
 ) -> Fit {
-    let snapshot = &snapshot.bounded();
+    let (snapshot, size_bytes) = (&snapshot.bounded(), size_bytes.min(MOST));
     let host = &snapshot.host;
     let has = |machine: &Machine| {
         machine.resident_bytes.unwrap_or(0) + machine.swapped_bytes.unwrap_or(0)
@@ -162,7 +163,7 @@ pub fn fit(
     }
 }
 
-/// To two significant bits: few different sizes.
+/// Rounds up to a few significant bits, so that there are few different sizes.
 fn round_up(bytes: u64) -> u64 {
     let step = (bytes / 8).max(1).next_power_of_two();
     bytes.next_multiple_of(step)
@@ -178,7 +179,8 @@ impl Grid {
     fn need(&self, needs: Option<&Needs>, size_bytes: u64, now_bytes: u64) -> Distribution {
         let mut distribution = Distribution { cells: vec![0.0; CELLS], too_much: 0.0 };
         let mut add = |bytes: u64, probability: f64| {
-            let cell = bytes.max(now_bytes).div_ceil(self.cell_bytes) as usize;
+            // At least one cell, so that the number of machines is bounded.
+            let cell = bytes.max(now_bytes).max(1).div_ceil(self.cell_bytes) as usize;
             match distribution.cells.get_mut(cell) {
                 Some(cell) => *cell += probability,
                 None => distribution.too_much += probability,

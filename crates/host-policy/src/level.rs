@@ -1,4 +1,4 @@
-//! How a host is: four states with hysteresis.
+//! The host's level: four states with hysteresis.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,14 +9,14 @@ use crate::snapshot::{Host, Pressure};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
-    /// Nothing is done.
+    /// Nothing is taken.
     #[default]
     Plenty,
-    /// What guests do not use is taken back.
+    /// Memory that guests do not use is reclaimed.
     Tight,
-    /// What guests could do without is taken, too.
+    /// Balloons take memory by shares as well.
     Pressed,
-    /// Whatever helps.
+    /// The same for machines that are not idle, and regardless of pauses.
     Emergency,
 }
 
@@ -24,21 +24,21 @@ pub enum Level {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
-    /// What is available of its memory.
+    /// The available memory.
     Available {
-        /// So much.
+        /// Its size.
         available_bytes: u64,
         /// The level's limit.
         limit_bytes: u64,
     },
     /// It has swapped since the last decision.
     Swapped {
-        /// So much.
+        /// The amount.
         out_bytes: u64,
     },
     /// All of its tasks have waited for memory since the last decision.
     Stalled {
-        /// So long, in microseconds.
+        /// The duration, in microseconds.
         full_us: u64,
     },
     /// It was worse a moment ago.
@@ -64,8 +64,7 @@ pub struct LevelState {
 
 /// The part of an interval, in percent, that a stall of all tasks must fill to count.
 const STALLED_PERCENT: u64 = 5;
-/// Memory that is swapped out in an interval without a reason to act: a kernel swaps a little at
-/// any time.
+/// Less is ignored: a kernel swaps small amounts without a shortage.
 const SWAPPED_BYTES: u64 = 4 << 20;
 
 impl LevelState {
@@ -78,14 +77,14 @@ impl LevelState {
         let stalled = delta(self.pressure.map(|it| it.full_us), host.pressure.map(|it| it.full_us));
         (self.swap_out_bytes, self.pressure, self.at_ms) = (out, host.pressure, at_ms);
         let (mut now, mut cause) = by_available(host, settings, 100);
-        // Neither means anything where memory is available: a cgroup's limit has the same effects.
+        // Only while memory is short: the limit of a cgroup causes both as well.
         if now >= Level::Tight && swapped > SWAPPED_BYTES && now < Level::Pressed {
             (now, cause) = (Level::Pressed, Cause::Swapped { out_bytes: swapped });
         }
         if now >= Level::Tight && stalled > 10 * STALLED_PERCENT * elapsed_ms && elapsed_ms > 0 {
             (now, cause) = (Level::Emergency, Cause::Stalled { full_us: stalled });
         }
-        // What falls has to leave its limit behind.
+        // Falling needs a margin.
         let nearly = now.max(by_available(host, settings, 115).0).min(self.level);
         if now >= self.level || nearly == self.level {
             self.worse_at_ms = at_ms;
@@ -118,7 +117,7 @@ fn delta(before: Option<u64>, now: Option<u64>) -> u64 {
     before.zip(now).map_or(0, |(before, now)| now.saturating_sub(before))
 }
 
-/// The level that what is available makes, with limits of this percentage of their values.
+/// The level by available memory alone, with all limits scaled by this percentage.
 fn by_available(host: &Host, settings: &Settings, limits_percent: u64) -> (Level, Cause) {
     let limits = [
         (Level::Emergency, settings.emergency_percent),
@@ -165,7 +164,7 @@ mod tests {
         };
         assert_eq!(at(0, 60), Level::Plenty);
         assert_eq!(at(1, 11), Level::Pressed);
-        // At its limit it may fall and rise for as long as it likes.
+        // Values on both sides of the limit do not change the level.
         for second in 2..100 {
             assert_eq!(at(second, 11 + second % 3), Level::Pressed, "{second}");
         }
@@ -190,7 +189,7 @@ mod tests {
                 pressure: Some(Pressure { some_us: full_us, full_us }),
                 ..host(percent)
             };
-            // However much there was before.
+            // Large totals of the past do not count.
             state.judge(10_000, &with(percents[0], 50 * GIB, 1 << 40), &settings);
             let now = with(percents[1], 50 * GIB + out_bytes, (1_u64 << 40) + full_us);
             let cause = state.judge(11_000, &now, &settings);
@@ -203,7 +202,7 @@ mod tests {
         let (level, cause) = judge([20, 20], 0, 60_000);
         assert_eq!((level, cause), (Level::Emergency, Cause::Stalled { full_us: 60_000 }));
         assert_eq!(judge([20, 20], 0, 40_000).0, Level::Tight);
-        // Where memory is available, others have made them.
+        // They are ignored while memory is available.
         assert_eq!(judge([60, 60], 100 * MIB, 900_000).0, Level::Plenty);
     }
 

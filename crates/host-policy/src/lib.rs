@@ -12,6 +12,9 @@
 pub mod action;
 pub mod decide;
 pub mod explain;
+#[cfg(feature = "testing")]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod history;
 pub mod level;
 pub mod settings;

@@ -6,32 +6,38 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::MIB;
+use crate::snapshot::MOST;
+
+/// The longest time of a setting.
+const DAY_MS: u64 = 24 * 60 * 60 * 1000;
+/// The most shares of a profile.
+const MOST_SHARES: u64 = 1_000_000;
 
 /// Settings of a host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
-    /// Below this part of the host's memory that is available, in percent, it is tight: what
-    /// guests do not use is taken back.
+    /// The host is tight while less than this percentage of its memory is available: memory that
+    /// guests do not use is reclaimed.
     pub tight_percent: u64,
-    /// Below this part it is pressed: what guests could do without is taken, too.
+    /// The host is pressed below this percentage: balloons take memory by shares as well.
     pub pressed_percent: u64,
-    /// Below this part it is an emergency.
+    /// Below this percentage it is an emergency.
     pub emergency_percent: u64,
-    /// How long the host must be better than its level before the level becomes lower.
+    /// How long the host must be better than its level before the level falls.
     pub calm_ms: u64,
-    /// What a guest has said is not believed after this time.
+    /// Statistics older than this are not used.
     pub stale_ms: u64,
-    /// How long a balloon stays without a new decision.
+    /// A balloon that no decision has renewed for this time is released.
     pub lease_ms: u64,
-    /// How long a machine must have done nothing to count as idle.
+    /// A machine that has done no work for this time is idle.
     pub idle_ms: u64,
-    /// What a page that is not used costs more than one that is, in percent of its own price: 75
-    /// makes it four times as expensive (Waldspurger, "Memory Resource Management in VMware ESX
+    /// The idle memory tax: 75 makes a page that is not used four times as expensive as one that
+    /// is (Waldspurger, "Memory Resource Management in VMware ESX
     /// Server", OSDI 2002, section 5).
     pub idle_tax_percent: u64,
-    /// The probability that all machines together need more than there is, at any moment, that a
-    /// new one may lead to; in millionths.
+    /// Machines are admitted while the probability that all together need more memory than there
+    /// is, at any moment, stays below this; in millionths.
     pub risk_ppm: u64,
     /// The profile of machines that have no other.
     pub default: Profile,
@@ -66,13 +72,13 @@ impl Default for Settings {
 pub struct Profile {
     /// Memory that is never taken.
     pub floor_bytes: u64,
-    /// Memory that it may have at most, `None`: its size.
+    /// The most memory that it may have; `None`: its size.
     pub ceiling_bytes: Option<u64>,
-    /// Its part where there is not enough for all, in relation to others.
+    /// Its weight when memory is distributed by shares.
     pub shares: u64,
-    /// What it is for.
+    /// How it is used.
     pub class: Class,
-    /// What programs can still get is not taken below this.
+    /// Memory that stays available to its programs.
     pub reserve_bytes: u64,
 }
 
@@ -88,16 +94,16 @@ impl Default for Profile {
     }
 }
 
-/// What a machine is for.
+/// How a machine is used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Class {
-    /// Somebody waits for its answers: it is left alone until the host is pressed.
+    /// Delays matter: memory is not taken from it before the host is pressed.
     Latency,
-    /// What is not done now is done a second later.
+    /// Delays of seconds do not matter.
     #[default]
     Batch,
-    /// Nobody uses it for now.
+    /// It is not in use: its memory is reclaimed at any level.
     Parked,
 }
 
@@ -136,14 +142,34 @@ impl Settings {
             let risk = self.risk_ppm;
             return fail(format!("risk_ppm is {risk}; give one from 1 to 999999"));
         }
+        let times = [
+            ("calm_ms", self.calm_ms),
+            ("stale_ms", self.stale_ms),
+            ("lease_ms", self.lease_ms),
+            ("idle_ms", self.idle_ms),
+        ];
+        if let Some((name, time)) = times.into_iter().find(|(_, time)| *time > DAY_MS) {
+            return fail(format!("{name} is {time}; give at most a day, {DAY_MS}"));
+        }
         if self.stale_ms >= self.lease_ms {
             let (stale, lease) = (self.stale_ms, self.lease_ms);
             return fail(format!("stale_ms ({stale}) must be below lease_ms ({lease})"));
         }
         let named = self.profiles.iter().map(|(name, profile)| (name.as_str(), profile));
         for (name, profile) in named.chain([("default", &self.default)]) {
-            if profile.shares == 0 {
-                return fail(format!("profile {name}: shares is 0; give one from 1"));
+            let shares = profile.shares;
+            if shares == 0 || shares > MOST_SHARES {
+                return fail(format!(
+                    "profile {name}: shares is {shares}; give one from 1 to {MOST_SHARES}"
+                ));
+            }
+            let sizes = [
+                ("floor_bytes", profile.floor_bytes),
+                ("ceiling_bytes", profile.ceiling_bytes.unwrap_or(0)),
+                ("reserve_bytes", profile.reserve_bytes),
+            ];
+            if let Some((size, bytes)) = sizes.into_iter().find(|(_, bytes)| *bytes > MOST) {
+                return fail(format!("profile {name}: {size} is {bytes}; give at most {MOST}"));
             }
             if let Some(ceiling) = profile.ceiling_bytes.filter(|it| *it < profile.floor_bytes) {
                 let floor = profile.floor_bytes;
@@ -211,6 +237,10 @@ mod tests {
         refused(|it| it.risk_ppm = 0, "risk_ppm");
         refused(|it| it.stale_ms = 30_000, "lease_ms (30000)");
         refused(|it| it.default.shares = 0, "profile default");
+        refused(|it| it.default.shares = u64::MAX, "1 to 1000000");
+        refused(|it| it.default.floor_bytes = u64::MAX, "floor_bytes");
+        refused(|it| it.default.reserve_bytes = u64::MAX, "reserve_bytes");
+        refused(|it| it.calm_ms = u64::MAX, "calm_ms");
         refused(
             |it| {
                 it.default =

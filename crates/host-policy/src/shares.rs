@@ -1,19 +1,20 @@
 //! Whose memory is taken when there is not enough: min-funding revocation with an idle memory tax
 //! (Waldspurger, "Memory Resource Management in VMware ESX Server", OSDI 2002, sections 4 and 5).
 //!
-//! A machine pays for its memory with its shares: the fewer shares for a byte, the sooner it loses
-//! that byte. A byte that is not used costs more than one that is, so idle machines lose first.
+//! A machine pays for its memory with its shares. Memory is revoked where the fewest shares are
+//! paid for a byte. A byte that is not used costs more than one that is, so idle machines lose
+//! first.
 
 use crate::level::part;
 
 /// A machine that could give memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Giver {
-    /// What it has of the host.
+    /// Its resident memory.
     pub(crate) has_bytes: u64,
-    /// What of that its guest uses.
+    /// The part of it that its guest uses.
     pub(crate) used_bytes: u64,
-    /// What it keeps in any case.
+    /// Memory that is not revoked.
     pub(crate) keeps_bytes: u64,
     /// Its shares; not 0.
     pub(crate) shares: u64,

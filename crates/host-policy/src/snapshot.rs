@@ -1,7 +1,6 @@
 //! What is known of a host and its machines at one moment.
 //!
-//! Whoever makes a snapshot states what it knows, and `None` where it knows nothing: an absent
-//! value and zero lead to opposite actions.
+//! A value that is not known is `None`, never zero: the two lead to opposite actions.
 
 use serde::{Deserialize, Serialize};
 
@@ -16,11 +15,11 @@ pub struct Snapshot {
     pub machines: Vec<Machine>,
 }
 
-/// The most that is believed of a size, a time or a counter: 64 TiB. Sums of them do not overflow.
-const MOST: u64 = 1 << 46;
+/// The largest size, time or counter that is used: 64 TiB. Sums of these do not overflow.
+pub(crate) const MOST: u64 = 1 << 46;
 
 impl Snapshot {
-    /// The same without numbers that cannot be: what a guest says may be any.
+    /// The same with all numbers limited to [`MOST`]: statistics are the guest's to choose.
     pub(crate) fn bounded(&self) -> Self {
         let mut snapshot = self.clone();
         bound([&mut snapshot.at_ms]);
@@ -98,7 +97,7 @@ pub struct Swap {
     pub out_bytes: u64,
 }
 
-/// Time for which memory was waited for, since the host's start: `total=` of the lines of
+/// Time for which tasks have waited for memory since the host's start: `total=` of the lines of
 /// /proc/pressure/memory. (Its averages stay above zero for minutes after the last wait.)
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pressure {
@@ -159,7 +158,7 @@ pub struct Statistics {
     pub total_bytes: Option<u64>,
     /// What its programs can still get without swapping, caches included.
     pub available_bytes: Option<u64>,
-    /// What nothing uses.
+    /// Memory on its free lists.
     pub free_bytes: Option<u64>,
     /// Caches of files.
     pub caches_bytes: Option<u64>,
@@ -185,7 +184,7 @@ pub enum Mean {
     Park,
     /// The guest gives up memory to a balloon.
     Balloon,
-    /// The machine is saved to a file and ends, until it is wanted again.
+    /// The machine is saved to a file and stopped.
     Stop,
 }
 

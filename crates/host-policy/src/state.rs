@@ -9,8 +9,8 @@ use crate::level::LevelState;
 use crate::snapshot::Machine;
 use crate::trust::Known;
 
-/// What is remembered of a host and its machines. It can be written to a file and read again; a
-/// policy that begins with [`State::default`] knows nothing, and is careful for a while.
+/// What is remembered of a host and its machines. It can be written to a file and read again. With
+/// [`State::default`] no history is known, and few machines are admitted at first.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State {
     /// The host's level.
@@ -22,17 +22,17 @@ pub struct State {
 }
 
 impl State {
-    /// Knows what machines have needed, and no more.
+    /// A state that knows what machines have needed, and nothing else.
     pub fn with_history(history: History) -> Self {
         Self { history, ..Self::default() }
     }
 
-    /// Whether an operator wants a machine left alone.
+    /// Sets whether a machine is held: nothing is done to a machine that is.
     pub fn hold(&mut self, machine: &str, is_held: bool) {
         self.machines.entry(machine.to_owned()).or_default().is_held = is_held;
     }
 
-    /// Machines that are left alone.
+    /// The machines that are held.
     pub fn held(&self) -> impl Iterator<Item = &str> {
         let held = self.machines.iter().filter(|(_, machine)| machine.is_held);
         held.map(|(name, _)| name.as_str())
@@ -43,7 +43,7 @@ impl State {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct MachineState {
     pub(crate) is_held: bool,
-    /// When it was last seen to do something.
+    /// When it was last seen to work.
     active_ms: Option<u64>,
     processor_ms: Option<u64>,
     available_bytes: Option<u64>,
@@ -80,6 +80,12 @@ struct Taken {
     major_faults: Option<u64>,
 }
 
+impl Taken {
+    fn came_bytes(&self) -> u64 {
+        self.before_bytes.saturating_sub(self.least_bytes)
+    }
+}
+
 /// How long something is not tried again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Backoff {
@@ -90,7 +96,7 @@ pub(crate) struct Backoff {
 impl Backoff {
     /// Waits at least `first_ms`, twice as long as the last time, and `most_ms` at most.
     pub(crate) fn grow(&mut self, at_ms: u64, first_ms: u64, most_ms: u64) {
-        self.last_ms = (2 * self.last_ms).clamp(first_ms, most_ms);
+        self.last_ms = self.last_ms.saturating_mul(2).clamp(first_ms, most_ms);
         self.until_ms = at_ms + self.last_ms;
     }
 
@@ -104,16 +110,14 @@ impl Backoff {
     }
 }
 
-/// How long memory that was asked for may be on its way.
+/// Memory that was asked for is expected within this time.
 pub(crate) const IN_FLIGHT_MS: u64 = 5_000;
-/// After which time it is judged whether it was worth it.
+/// After this time the result is judged.
 const JUDGED_MS: u64 = 30_000;
-/// How long nothing is taken from a machine that has just given, and how long at most from one that
-/// did so in vain.
+/// The first and the longest pause after an attempt that returned little.
 const AGAIN_MS: u64 = 30_000;
 const VAIN_MS: u64 = 30 * 60_000;
-/// Below these a machine does nothing: part of a processor, in thousandths, and change of what is
-/// available.
+/// A machine is idle below these: thousandths of a processor, and change of available memory.
 const IDLE_PROCESSOR_MILLI: u64 = 50;
 const IDLE_CHANGE_BYTES: u64 = 16 << 20;
 
@@ -155,19 +159,17 @@ impl MachineState {
         let major_faults = machine.statistics.and_then(|said| said.major_faults);
         let least_bytes = before_bytes;
         self.taken = Some(Taken { at_ms, gain_bytes, before_bytes, least_bytes, major_faults });
-        // Long enough to see what comes of it.
+        // Until the result is judged.
         self.taking.until_ms = at_ms + JUDGED_MS;
     }
 
-    /// What is still expected of it.
+    /// Memory that is still expected.
     pub(crate) fn coming_bytes(&self, at_ms: u64) -> u64 {
         let coming = self.taken.filter(|taken| at_ms.saturating_sub(taken.at_ms) < IN_FLIGHT_MS);
-        coming.map_or(0, |taken| {
-            taken.gain_bytes.saturating_sub(taken.before_bytes - taken.least_bytes)
-        })
+        coming.map_or(0, |taken| taken.gain_bytes.saturating_sub(taken.came_bytes()))
     }
 
-    /// Judges what was taken: it is not tried again soon if little came, or came back.
+    /// Judges the last attempt: there is a pause if little was returned, or if it was read again.
     fn judge(&mut self, machine: &Machine, at_ms: u64) {
         let Some(taken) = &mut self.taken else { return };
         let now = machine.resident_bytes.unwrap_or(0);
@@ -178,7 +180,7 @@ impl MachineState {
         if age_ms < JUDGED_MS {
             return;
         }
-        let came = taken.before_bytes - taken.least_bytes;
+        let came = taken.came_bytes();
         let faults = machine.statistics.and_then(|said| said.major_faults);
         let again = taken.major_faults.zip(faults);
         let again = again.map_or(0, |(old, new)| 4096 * new.saturating_sub(old));

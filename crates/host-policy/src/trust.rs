@@ -4,14 +4,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::snapshot::Machine;
 
-/// What is known of a guest that can be believed, in bytes.
+/// A guest's memory by its own statistics, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Known {
     /// What its kernel and programs use and cannot do without.
     pub(crate) used: u64,
     /// What programs can still get.
     pub(crate) available: u64,
-    /// What nothing uses.
+    /// Memory on its free lists.
     pub(crate) free: u64,
 }
 
@@ -37,7 +37,7 @@ pub enum Doubt {
     },
 }
 
-/// Believes a guest or says why not.
+/// Checks a guest's statistics.
 pub(crate) fn assess(machine: &Machine, at_ms: u64, stale_ms: u64) -> Result<Known, Doubt> {
     let said = machine.statistics.ok_or(Doubt::Never)?;
     // A time of the future comes from a clock that has jumped.

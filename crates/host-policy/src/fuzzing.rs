@@ -1,0 +1,228 @@
+//! Body of the fuzz target of decisions: any host, any words of guests, any clock, and a state from
+//! a damaged file. It also runs as an ordinary test.
+
+#![allow(clippy::unwrap_used)]
+
+use serde_json::Value;
+
+use crate::snapshot::{Balloon, Host, Machine, Mean, Means, Pressure, Snapshot, Statistics, Swap};
+use crate::{Action, Class, Decision, GIB, Level, Profile, Rule, Settings, State, decide, fit};
+
+/// A fuzz target by name.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// All targets.
+pub const TARGETS: [Target; 1] = [("host_decisions", decisions)];
+
+/// Most decisions of a run, so that long inputs do not take long.
+const MOST_DECISIONS: usize = 16;
+
+/// Decides about one snapshot after the other.
+///
+/// # Panics
+/// If a decision takes what it may not, or does not explain itself.
+pub fn decisions(data: &[u8]) {
+    let mut input = Input(data);
+    let settings = settings();
+    settings.check().unwrap();
+    let mut state = State::default();
+    state.hold("held", true);
+    for _ in 0..MOST_DECISIONS {
+        if input.0.is_empty() {
+            break;
+        }
+        let snapshot = input.snapshot();
+        let file = serde_json::to_value(&state).unwrap();
+        let decision = decide(&snapshot, state, &settings);
+        check(&snapshot, &decision, &settings);
+        // What was written to a file and read again decides the same.
+        let again = decide(&snapshot, serde_json::from_value(file).unwrap(), &settings);
+        assert_eq!(again, decision);
+        state = decision.state;
+        assert_eq!(state.held().collect::<Vec<_>>(), ["held"]);
+        fit(&snapshot, &state, &settings, "default", input.size(), 3);
+        if input.byte() > 127 {
+            state = input.damaged(state);
+        }
+    }
+}
+
+fn settings() -> Settings {
+    let profile = |class, floor_bytes| Profile { floor_bytes, class, ..Profile::default() };
+    let small = Profile { ceiling_bytes: Some(2 * GIB), ..profile(Class::Batch, 0) };
+    let profiles = [
+        ("web", profile(Class::Latency, GIB)),
+        ("parked", profile(Class::Parked, 0)),
+        ("small", small),
+    ];
+    let machines = [("web-*", "web"), ("parked-*", "parked"), ("db", "small")];
+    Settings {
+        profiles: profiles.map(|(name, profile)| (name.to_owned(), profile)).into(),
+        machines: machines.map(|(machine, name)| (machine.to_owned(), name.to_owned())).into(),
+        ..Settings::default()
+    }
+}
+
+fn check(snapshot: &Snapshot, decision: &Decision, settings: &Settings) {
+    assert_eq!(decision.explanations.len(), snapshot.machines.len());
+    let actions = decision.explanations.iter().filter(|it| it.action.is_some());
+    assert_eq!(actions.count(), decision.orders.len());
+    for (machine, why) in snapshot.machines.iter().zip(&decision.explanations) {
+        assert_eq!(machine.name, why.machine);
+        let Some(action) = why.action else { continue };
+        assert_ne!(machine.name, "held");
+        // Each action names its inputs.
+        let document = serde_json::to_value(why.rule).unwrap();
+        let inputs = document.as_object().unwrap().iter().filter(|(key, _)| *key != "name");
+        assert!(inputs.count() > 0, "{document}");
+        assert!(why.rule.to_string().len() > 10);
+        assert_eq!(document["name"], why.rule.name());
+        let profile = settings.profile(&machine.name).1;
+        let is_parked = profile.class == Class::Parked;
+        let mean = match action {
+            Action::Balloon { target_bytes } => {
+                if target_bytes > machine.balloon.unwrap().target_bytes {
+                    check_raise(machine, target_bytes, profile, why.doubt.is_some());
+                    let is_ceiling = matches!(why.rule, Rule::Ceiling { .. });
+                    assert!(decision.level > Level::Plenty || is_ceiling || is_parked, "{why:?}");
+                }
+                continue;
+            }
+            Action::Park => Mean::Park,
+            Action::Reclaim => Mean::Reclaim,
+            Action::Trim => Mean::Trim,
+            Action::Stop => {
+                assert!(is_parked && decision.level >= Level::Pressed);
+                Mean::Stop
+            }
+        };
+        assert!(machine.means.has(mean), "{why:?}");
+        assert!(decision.level > Level::Plenty || is_parked, "{why:?}");
+    }
+}
+
+/// A balloon takes nothing that the guest uses, or that the profile keeps for it, and nothing from
+/// a guest that is not believed.
+fn check_raise(machine: &Machine, target_bytes: u64, profile: &Profile, is_doubted: bool) {
+    assert!(!is_doubted, "{machine:?}");
+    let available = machine.statistics.unwrap().available_bytes.unwrap();
+    let used = machine.outside_balloon_bytes().saturating_sub(available);
+    let left = machine.size_bytes - target_bytes;
+    assert!(left >= used + profile.reserve_bytes, "{left} of {machine:?}");
+    assert!(left >= profile.floor_bytes, "{left} of {machine:?}");
+}
+
+/// The rest of the input; zeros follow.
+struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn byte(&mut self) -> u8 {
+        let (first, rest) = self.0.split_first().unwrap_or((&0, &[]));
+        self.0 = rest;
+        *first
+    }
+
+    fn any(&mut self) -> u64 {
+        (0..8).fold(0, |number, _| number << 8 | u64::from(self.byte()))
+    }
+
+    /// Up to 8 GiB, 0, or any.
+    fn size(&mut self) -> u64 {
+        match self.byte() {
+            0..4 => 0,
+            4..8 => self.any(),
+            units => u64::from(units) * (GIB / 32) + u64::from(self.byte()),
+        }
+    }
+
+    /// Up to 200 s, 0, or any.
+    fn time(&mut self) -> u64 {
+        match self.byte() {
+            0..4 => 0,
+            4..8 => self.any(),
+            units => u64::from(units) * 800,
+        }
+    }
+
+    fn option<T>(&mut self, some: impl FnOnce(&mut Self) -> T) -> Option<T> {
+        (self.byte() > 31).then(|| some(self))
+    }
+
+    fn snapshot(&mut self) -> Snapshot {
+        let at_ms = self.time();
+        let host = Host {
+            total_bytes: 8 * (self.size() / 8),
+            available_bytes: self.size(),
+            swap: self.option(|input| Swap {
+                total_bytes: GIB,
+                used_bytes: input.size(),
+                out_bytes: input.size(),
+            }),
+            pressure: self
+                .option(|input| Pressure { some_us: input.time(), full_us: input.time() }),
+        };
+        let count = self.byte() % 5;
+        let machines = (0..count).map(|_| self.machine()).collect();
+        Snapshot { at_ms, host, machines }
+    }
+
+    fn machine(&mut self) -> Machine {
+        const NAMES: [&str; 7] = ["a", "b", "web-1", "web-2", "db", "parked-1", "held"];
+        const MEANS: [Mean; 6] =
+            [Mean::Reporting, Mean::Reclaim, Mean::Trim, Mean::Park, Mean::Balloon, Mean::Stop];
+        let name = NAMES[usize::from(self.byte()) % NAMES.len()].to_owned();
+        let chosen = self.byte();
+        let all = MEANS.into_iter().enumerate();
+        let means: Means =
+            all.filter(|(bit, _)| chosen & 1 << bit != 0).map(|(_, mean)| mean).collect();
+        Machine {
+            name,
+            size_bytes: self.size(),
+            resident_bytes: self.option(Self::size),
+            swapped_bytes: self.option(Self::size),
+            processor_ms: self.option(Self::time),
+            balloon: self
+                .option(|input| Balloon { target_bytes: input.size(), actual_bytes: input.size() }),
+            statistics: self.option(|input| Statistics {
+                taken_ms: input.time(),
+                total_bytes: input.option(Self::size),
+                available_bytes: input.option(Self::size),
+                free_bytes: input.option(Self::size),
+                caches_bytes: None,
+                major_faults: input.option(Self::size),
+                swap_out_bytes: None,
+                oom_kills: input.option(|input| u64::from(input.byte())),
+            }),
+            means,
+        }
+    }
+
+    /// The same state with some other numbers in one of its parts.
+    fn damaged(&mut self, state: State) -> State {
+        const PARTS: [&str; 4] = ["machines", "machines", "host", "history"];
+        let mut document = serde_json::to_value(&state).unwrap();
+        let part = &mut document[PARTS[usize::from(self.byte()) % PARTS.len()]];
+        let mut numbers = Vec::new();
+        collect(part, &mut numbers);
+        for number in numbers {
+            match self.byte() % 4 {
+                0 => *number = self.any().into(),
+                1 => *number = self.time().into(),
+                _ => {}
+            }
+        }
+        serde_json::from_value(document).unwrap_or(state)
+    }
+}
+
+/// All numbers of a document, and the first of long lists.
+fn collect<'a>(value: &'a mut Value, numbers: &mut Vec<&'a mut Value>) {
+    match value {
+        Value::Number(_) => numbers.push(value),
+        Value::Array(values) => {
+            values.iter_mut().take(4).for_each(|value| collect(value, numbers));
+        }
+        Value::Object(values) => values.values_mut().for_each(|value| collect(value, numbers)),
+        _ => {}
+    }
+}
