@@ -174,3 +174,22 @@ fn how_many_fit_grows_with_what_is_known() {
     state = decide(&pressed, state, &settings).state;
     assert_eq!(fit(&pressed, &state, &settings, "default", MIB, 9).machines, 0);
 }
+
+#[test]
+fn history_counts_seconds() {
+    let (settings, mut state) = (Settings::default(), State::default());
+    for quarter in 0..40 {
+        let mut snapshot = still(quarter / 4, 80);
+        snapshot.at_ms += 250 * (quarter % 4);
+        state = decide(&snapshot, state, &settings).state;
+    }
+    // Ten of each of three machines.
+    assert_eq!(state.history.observed_seconds("default"), 30);
+}
+
+#[test]
+fn machines_without_a_size_do_not_fit_without_end() {
+    let (settings, state) = (Settings::default(), State::default());
+    let fit = fit(&still(0, 80), &state, &settings, "default", 0, u64::MAX);
+    assert!(fit.machines < 1000, "{fit:?}");
+}
