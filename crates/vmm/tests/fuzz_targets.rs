@@ -41,6 +41,7 @@ mod fuzz_targets {
     pub mod exec_frames;
     pub mod firecracker_request;
     pub mod fork_requests;
+    pub mod host_decisions;
     pub mod kernel_image;
     pub mod migration_garbage;
     pub mod migration_receiver;
@@ -74,7 +75,7 @@ macro_rules! targets {
 type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-const TARGETS: [Target; 40] = targets![
+const TARGETS: [Target; 41] = targets![
     api_descriptors,
     api_request,
     balloon_config,
@@ -95,6 +96,7 @@ const TARGETS: [Target; 40] = targets![
     exec_frames,
     firecracker_request,
     fork_requests,
+    host_decisions,
     kernel_image,
     migration_garbage,
     migration_receiver,
