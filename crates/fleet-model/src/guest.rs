@@ -388,6 +388,7 @@ impl Guest {
             resident_bytes: Some(self.resident()),
             swapped_bytes: Some(self.swapped_bytes),
             processor_ms: Some(self.processor_ms),
+            is_paused: false,
             balloon: self.equipment.means.has(Mean::Balloon).then_some(self.balloon),
             statistics: self.spoken,
             means: self.equipment.means,

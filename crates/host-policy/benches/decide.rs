@@ -17,6 +17,7 @@ fn snapshot(at_ms: u64, available_percent: u64) -> Snapshot {
             resident_bytes: Some(300 * MIB + number % 97 * 8 * MIB),
             swapped_bytes: Some(0),
             processor_ms: Some(if number.is_multiple_of(3) { at_ms } else { 0 }),
+            is_paused: false,
             balloon: Some(Balloon::default()),
             statistics: Some(Statistics {
                 taken_ms: at_ms,

@@ -17,6 +17,13 @@ pub enum Action {
     Trim,
     /// Its guest evicts cold caches, and reports what is free then.
     Park,
+    /// Its processors stand still, and run again after this time if nothing else is decided before.
+    Pause {
+        /// The lease, in milliseconds.
+        for_ms: u64,
+    },
+    /// Its processors run again.
+    Resume,
     /// It is saved to a file and stopped.
     Stop,
 }

@@ -91,6 +91,7 @@ fn check(snapshot: &Snapshot, decision: &Decision, settings: &Settings) {
             Action::Park => Mean::Park,
             Action::Reclaim => Mean::Reclaim,
             Action::Trim => Mean::Trim,
+            Action::Pause { .. } | Action::Resume => Mean::Pause,
             Action::Stop => {
                 assert!(is_parked && decision.level >= Level::Pressed);
                 Mean::Stop
@@ -168,8 +169,15 @@ impl Input<'_> {
 
     fn machine(&mut self) -> Machine {
         const NAMES: [&str; 7] = ["a", "b", "web-1", "web-2", "db", "parked-1", "held"];
-        const MEANS: [Mean; 6] =
-            [Mean::Reporting, Mean::Reclaim, Mean::Trim, Mean::Park, Mean::Balloon, Mean::Stop];
+        const MEANS: [Mean; 7] = [
+            Mean::Reporting,
+            Mean::Reclaim,
+            Mean::Trim,
+            Mean::Park,
+            Mean::Balloon,
+            Mean::Stop,
+            Mean::Pause,
+        ];
         let name = NAMES[usize::from(self.byte()) % NAMES.len()].to_owned();
         let chosen = self.byte();
         let all = MEANS.into_iter().enumerate();
@@ -181,6 +189,7 @@ impl Input<'_> {
             resident_bytes: self.option(Self::size),
             swapped_bytes: self.option(Self::size),
             processor_ms: self.option(Self::time),
+            is_paused: self.byte() > 223,
             balloon: self
                 .option(|input| Balloon { target_bytes: input.size(), actual_bytes: input.size() }),
             statistics: self.option(|input| Statistics {

@@ -120,6 +120,8 @@ pub struct Machine {
     pub swapped_bytes: Option<u64>,
     /// Time that its processors have run, in milliseconds since its start.
     pub processor_ms: Option<u64>,
+    /// Whether its processors stand still by an order from outside.
+    pub is_paused: bool,
     /// `None` without a balloon or without a driver for it.
     pub balloon: Option<Balloon>,
     /// What its guest has last said; `None` if it never did.
@@ -184,6 +186,8 @@ pub enum Mean {
     Park,
     /// The guest gives up memory to a balloon.
     Balloon,
+    /// The machine stands still for a second or two, so that it does not grow.
+    Pause,
     /// The machine is saved to a file and stopped.
     Stop,
 }
@@ -201,8 +205,15 @@ impl Means {
 
     /// All that are there, the cheapest first.
     pub fn iter(self) -> impl Iterator<Item = Mean> {
-        const ALL: [Mean; 6] =
-            [Mean::Reporting, Mean::Reclaim, Mean::Trim, Mean::Park, Mean::Balloon, Mean::Stop];
+        const ALL: [Mean; 7] = [
+            Mean::Reporting,
+            Mean::Reclaim,
+            Mean::Trim,
+            Mean::Park,
+            Mean::Balloon,
+            Mean::Pause,
+            Mean::Stop,
+        ];
         ALL.into_iter().filter(move |mean| self.has(*mean))
     }
 }

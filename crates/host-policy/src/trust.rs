@@ -84,6 +84,7 @@ mod tests {
             resident_bytes: Some(GIB / 2),
             swapped_bytes: None,
             processor_ms: None,
+            is_paused: false,
             balloon: Some(Balloon { target_bytes: balloon, actual_bytes: balloon }),
             statistics: Some(statistics),
             means: Means::default(),

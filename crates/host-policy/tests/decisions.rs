@@ -16,6 +16,7 @@ fn idle(name: &str, at_ms: u64) -> Machine {
         resident_bytes: Some(3 * GIB),
         swapped_bytes: Some(0),
         processor_ms: Some(5),
+        is_paused: false,
         balloon: Some(Balloon::default()),
         statistics: Some(Statistics {
             taken_ms: at_ms,
