@@ -8,9 +8,10 @@ use std::time::Duration;
 use anyhow::Context as _;
 use ebb_vmm::api::{
     BalloonFeature, BalloonInfo, BalloonState, BalloonTarget, CheckpointReport, Client,
-    ClientError, CopiedWhile, FreePagesRequest, LinkState, MAX_STATISTICS_INTERVAL_SECONDS,
-    MergeSettings, RateLimits, ReclaimRequest, SnapshotReport, StatisticsDocument,
-    StatisticsInterval, TrimReport, VmInfo, VmState, prometheus,
+    ClientError, CopiedWhile, FreePagesRequest, LinkState, MAX_LEASE_MS,
+    MAX_STATISTICS_INTERVAL_SECONDS, MIN_LEASE_MS, MergeSettings, PauseRequest, RateLimits,
+    ReclaimRequest, SnapshotReport, StatisticsDocument, StatisticsInterval, TrimReport, VmInfo,
+    VmState, prometheus,
 };
 use ebb_vmm::checkpoint;
 use ebb_vmm::config::{Backing, Switch};
@@ -78,7 +79,7 @@ enum Command {
     /// Show the machine
     Vm,
     /// Pause its vCPUs
-    Pause,
+    Pause(Settings<PauseRequest>),
     /// Resume its vCPUs
     Resume,
     /// Press its power button; the guest decides what to do
@@ -181,6 +182,13 @@ enum BalloonAction {
     Set {
         /// Size, with K, M, G or T for powers of 1024
         size: ByteSize,
+        /// The target becomes 0 after this time, unless it is set again before
+        #[arg(
+            long,
+            value_name = "MILLISECONDS",
+            value_parser = clap::value_parser!(u64).range(MIN_LEASE_MS..=MAX_LEASE_MS)
+        )]
+        lease_ms: Option<u64>,
     },
 }
 
@@ -211,7 +219,9 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
     let form = if args.json { Form::Json } else { Form::Table };
     match args.command {
         Command::Vm => show(out, form, &client.get("/vm")?, vm_rows),
-        Command::Pause => show(out, form, &client.put("/vm/pause")?, state_row),
+        Command::Pause(Settings(request)) => {
+            show(out, form, &client.put_json("/vm/pause", &request)?, state_row)
+        }
         Command::Resume => show(out, form, &client.put("/vm/resume")?, state_row),
         Command::PowerButton => show(out, form, &client.put("/vm/power-button")?, state_row),
         Command::Trim => show(out, form, &trim(&client)?, trim_rows),
@@ -240,8 +250,8 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         Command::Balloon(BalloonArgs { action: None | Some(BalloonAction::Show) }) => {
             show(out, form, &client.get("/balloon")?, balloon_rows)
         }
-        Command::Balloon(BalloonArgs { action: Some(BalloonAction::Set { size }) }) => {
-            let body = BalloonTarget { target_bytes: size.bytes() };
+        Command::Balloon(BalloonArgs { action: Some(BalloonAction::Set { size, lease_ms }) }) => {
+            let body = BalloonTarget { target_bytes: size.bytes(), lease_ms };
             show(out, form, &client.put_json("/balloon", &body)?, balloon_rows)
         }
         Command::Statistics { max_age } => {
@@ -419,7 +429,8 @@ fn trim_rows(report: &TrimReport) -> Vec<Row> {
 }
 
 fn state_row(info: &VmInfo) -> Vec<Row> {
-    vec![row("state", vm_state(info.state))]
+    let resumed = info.pause_lease_ms.map(|lease_ms| row("resumed in", duration(lease_ms)));
+    [row("state", vm_state(info.state))].into_iter().chain(resumed).collect()
 }
 
 fn vm_rows(info: &VmInfo) -> Vec<Row> {
@@ -428,8 +439,8 @@ fn vm_rows(info: &VmInfo) -> Vec<Row> {
         Backing::Memfd => "shared memfd",
         Backing::Hugetlb2M => "2 MiB huge pages",
     };
-    let mut rows = vec![
-        row("state", vm_state(info.state)),
+    let mut rows = state_row(info);
+    rows.extend([
         row("vCPUs", info.cpus.to_string()),
         row("memory", format!("{}, {backing}", bytes(info.memory_bytes))),
         row("resident memory", bytes(info.resident_bytes)),
@@ -437,7 +448,7 @@ fn vm_rows(info: &VmInfo) -> Vec<Row> {
         row("clock", format!("{} over pauses", info.clock.policy)),
         row("kernel", if info.kernel.is_empty() { "none" } else { info.kernel.as_str() }),
         row("monitor", format!("ebb {}, process {}", info.version, info.pid)),
-    ];
+    ]);
     if let Some(merged) = info.merged_bytes {
         rows.push(row("shared", bytes(merged)));
     }
@@ -504,6 +515,9 @@ fn balloon_rows(info: &BalloonInfo) -> Vec<Row> {
         row("negotiated", features(&info.negotiated_features)),
         row("statistics", interval(info)),
     ];
+    if let Some(lease_ms) = info.lease_ms {
+        rows.push(row("released in", duration(lease_ms)));
+    }
     if let Some(poison) = info.poison {
         rows.push(row("poison", format!("{poison:#010x}")));
     }

@@ -33,6 +33,7 @@ mod hostile_driver;
 mod inflate;
 mod isolation;
 mod kills;
+mod leases;
 mod lifecycle;
 mod merge;
 mod merge_bad;
@@ -85,6 +86,7 @@ const TESTS: &[&[Test]] = &[
     backing::TESTS,
     statistics::TESTS,
     lifecycle::TESTS,
+    leases::TESTS,
     ends::TESTS,
     devices::TESTS,
     exec::TESTS,

@@ -5,6 +5,7 @@ use ebb_balloon::Balloon;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
+use super::lease::{MAX_LEASE_MS, MIN_LEASE_MS};
 use crate::words::words;
 
 pub use crate::devices::virtio::balloon::AfterHints;
@@ -77,6 +78,8 @@ pub struct BalloonInfo {
     pub actual_bytes: u64,
     /// State of the balloon.
     pub state: BalloonState,
+    /// Time after which the target becomes 0, unless it is renewed. Null without a lease.
+    pub lease_ms: Option<u64>,
     /// Features offered by the device.
     #[schemars(schema_with = "features_schema")]
     pub offered_features: Vec<BalloonFeature>,
@@ -111,6 +114,7 @@ impl BalloonInfo {
             target_bytes: info.target_bytes,
             actual_bytes: info.actual_bytes,
             state: BalloonState::from_sizes(driver, info.target_bytes, info.actual_bytes),
+            lease_ms: None,
             offered_features: features(info.offered_features),
             negotiated_features: features(info.negotiated_features),
             poison: info.poison_value,
@@ -126,6 +130,11 @@ pub struct BalloonTarget {
     /// A multiple of 4096, at most the guest's memory.
     #[schemars(extend("multipleOf" = 4096, "x-unit" = "bytes"))]
     pub target_bytes: u64,
+    /// The target becomes 0 after this time, unless it is set again before: the guest of a client
+    /// that has died gets its memory back. Without it, the target stays.
+    #[serde(default)]
+    #[schemars(range(min = MIN_LEASE_MS, max = MAX_LEASE_MS), extend("x-unit" = "milliseconds"))]
+    pub lease_ms: Option<u64>,
 }
 
 /// `PUT /balloon/statistics-interval`

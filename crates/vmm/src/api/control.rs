@@ -10,6 +10,7 @@ use super::balloon::{
 };
 use super::disks::{DiskResize, DisksInfo};
 use super::free_pages::{FreePagesReport, FreePagesRequest, ReclaimReport, ReclaimRequest};
+use super::lease::PauseRequest;
 use super::limits::{LimitsChange, LimitsInfo};
 use super::merge::{MergeInfo, MergeSettings};
 use super::metrics::Metrics;
@@ -38,6 +39,12 @@ pub trait Machine: Send + Sync {
         operation: Operation,
         descriptors: Vec<OwnedFd>,
     ) -> Result<Outcome, ControlError>;
+
+    /// Undoes changes whose lease has ended at `now`, and returns when to be called again.
+    fn on_time(&self, now: Instant) -> Option<Instant> {
+        let _ = now;
+        None
+    }
 }
 
 /// The operations of the API.
@@ -49,7 +56,7 @@ pub enum Operation {
     VmInfo,
     /// `PUT /vm/pause`: pauses all vCPUs; returns when no vCPU runs guest code. Pausing a paused
     /// machine is not an error.
-    Pause,
+    Pause(PauseRequest),
     /// `PUT /vm/resume`: resumes the vCPUs. Resuming a running machine is not an error.
     Resume,
     /// `PUT /vm/power-button`: presses the power button (ACPI); the guest decides how to react. The
@@ -90,7 +97,8 @@ pub enum Operation {
     Kill,
     /// `GET /balloon`
     Balloon,
-    /// `PUT /balloon`: sets the balloon's target size.
+    /// `PUT /balloon`: sets the balloon's target size, for as long as its lease is renewed if it has
+    /// one.
     SetBalloon(BalloonTarget),
     /// `GET /balloon/statistics`: current memory statistics of the guest.
     Statistics {

@@ -79,6 +79,10 @@ impl Door for MachineDoor {
             Err(problem) => Served::Done(problem.into()),
         }
     }
+
+    fn on_time(&self, now: Instant) -> Option<Instant> {
+        self.0.on_time(now)
+    }
 }
 
 /// The outcome of `request`, and the status if it is available at once.

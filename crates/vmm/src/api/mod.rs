@@ -7,7 +7,7 @@
 //! | module | what |
 //! | --- | --- |
 //! | [`control`] | operations of a [`Machine`], and their results |
-//! | [`vm`], [`balloon`], [`disks`], [`free_pages`], [`limits`] | documents |
+//! | [`vm`], [`balloon`], [`disks`], [`free_pages`], [`lease`], [`limits`] | documents |
 //! | [`merge`], [`migration`], [`net`], [`park`] | documents |
 //! | [`metrics`], [`prometheus`] | counters, and their text format |
 //! | [`http`] | bytes -> [`http::Request`], pure |
@@ -30,6 +30,7 @@ pub mod disks;
 pub mod fields;
 pub mod free_pages;
 pub mod http;
+pub mod lease;
 pub mod limits;
 pub mod merge;
 pub mod metrics;
@@ -57,6 +58,7 @@ pub use control::*;
 pub use descriptors::MAX_DESCRIPTORS;
 pub use disks::{DiskFormat, DiskInfo, DiskRequests, DiskResize, DisksInfo};
 pub use free_pages::*;
+pub use lease::*;
 pub use limits::*;
 pub use merge::*;
 pub use metrics::*;

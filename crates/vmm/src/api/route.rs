@@ -52,7 +52,7 @@ const fn route_to(method: Method, path: &'static str, build: Build) -> Route {
 pub const ROUTES: [Route; 31] = [
     route_to(Method::Get, "/openapi.json", |request| plain(request, Operation::OpenApi)),
     route_to(Method::Get, "/vm", |request| plain(request, Operation::VmInfo)),
-    route_to(Method::Put, "/vm/pause", |request| plain(request, Operation::Pause)),
+    route_to(Method::Put, "/vm/pause", |request| with_optional(request, Operation::Pause)),
     route_to(Method::Put, "/vm/resume", |request| plain(request, Operation::Resume)),
     route_to(Method::Put, "/vm/power-button", |request| plain(request, Operation::PowerButton)),
     route_to(Method::Put, "/vm/trim", |request| plain(request, Operation::Trim)),

@@ -79,6 +79,9 @@ pub struct VmInfo {
     pub snapshot_bytes: Option<u64>,
     /// Time since the vCPUs were started; 0 before.
     pub uptime_ms: u64,
+    /// Time after which a paused machine is resumed, unless the pause is renewed. Null without a
+    /// lease.
+    pub pause_lease_ms: Option<u64>,
     /// The guest's clocks across pauses.
     pub clock: ClockInfo,
     /// Path of the kernel image; empty for a machine that was restored or received without one.

@@ -25,6 +25,7 @@ use crate::api::control::{ControlError, Document, Machine, Operation, Outcome, W
 use crate::api::disks::DiskResize;
 use crate::api::door::{Door, Pending, Served};
 use crate::api::http::Request;
+use crate::api::lease::PauseRequest;
 use crate::api::limits::LimitsChange;
 use crate::api::reply::{Problem, Reply, Use};
 use crate::api::vm::{SnapshotTarget, VmState};
@@ -112,7 +113,7 @@ impl Running {
             Action::Version => Instance::version(),
             Action::FullConfig => Answer::of(&lock(&self.state).resources.full_config())?,
             Action::MachineConfig => Answer::of(&lock(&self.state).resources.machine)?,
-            Action::Pause => self.timed("pause_vm", Operation::Pause)?,
+            Action::Pause => self.timed("pause_vm", Operation::Pause(PauseRequest::default()))?,
             Action::Resume => self.timed("resume_vm", Operation::Resume)?,
             Action::CtrlAltDel => {
                 self.now(Operation::PowerButton).map_err(Fault::of("Internal VMM error"))?;
@@ -207,7 +208,8 @@ impl Running {
                 "Balloon: Requested memory should be less than {memory_mib}MiB"
             )));
         }
-        let target = BalloonTarget { target_bytes: u64::from(amount_mib) * MIB };
+        let target_bytes = u64::from(amount_mib) * MIB;
+        let target = BalloonTarget { target_bytes, lease_ms: None };
         self.now(Operation::SetBalloon(target)).map_err(Fault::of(WHAT))?;
         if let Some(balloon) = &mut state.resources.balloon {
             balloon.amount_mib = amount_mib;

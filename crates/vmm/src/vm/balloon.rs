@@ -7,7 +7,7 @@ use ebb_abi::balloon::QueueKind;
 
 use super::control::only_running;
 use super::{SharedTransport, Vm, lock};
-use crate::api::balloon::{BalloonInfo, BalloonTarget, DriverPresence, HintRun, HintRunStatus};
+use crate::api::balloon::{BalloonInfo, DriverPresence, HintRun, HintRunStatus};
 use crate::api::control::{ControlError, Outcome};
 use crate::api::free_pages::{FreePagesRequest, ReclaimRequest};
 use crate::api::metrics::BalloonMetrics;
@@ -61,11 +61,8 @@ impl Vm {
     }
 
     pub(super) fn balloon_info(&self) -> Result<BalloonInfo, ControlError> {
-        Ok(info(&lock(self.balloon_transport()?)))
-    }
-
-    pub(super) fn set_balloon(&self, target: &BalloonTarget) -> Result<(), ControlError> {
-        self.change_balloon(None, target.target_bytes).map(drop)
+        let info = info(&lock(self.balloon_transport()?));
+        Ok(BalloonInfo { lease_ms: self.balloon_lease_ms(), ..info })
     }
 
     /// Sets the balloon's target, if it is still `former_bytes` where one is given; returns whether

@@ -239,6 +239,7 @@ pub(super) fn build(
         isolation: IsolationInfo::default(),
         companion: None,
         parked: Mutex::new(None),
+        leases: Mutex::default(),
         trim_cursor: Mutex::new(0),
     };
     let ready_at = Instant::now();

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt as _;
 use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::balloon;
 use super::migration::request::Order;
@@ -30,8 +30,8 @@ impl Machine for Vm {
         let document = match operation {
             Operation::OpenApi => Document::OpenApi,
             Operation::VmInfo => self.info(),
-            Operation::Pause => self.pause().map(|()| self.info())?,
-            Operation::Resume => self.resume().map(|()| self.info())?,
+            Operation::Pause(request) => self.ask_pause(request).map(|()| self.info())?,
+            Operation::Resume => self.ask_resume().map(|()| self.info())?,
             Operation::PowerButton => self.power_button().map(|()| self.info())?,
             Operation::Kill => {
                 *lock(&self.state) = VmState::Stopping;
@@ -98,6 +98,10 @@ impl Machine for Vm {
         };
         Ok(document.into())
     }
+
+    fn on_time(&self, now: Instant) -> Option<Instant> {
+        self.end_due_leases(now)
+    }
 }
 
 impl Vm {
@@ -136,6 +140,7 @@ impl Vm {
                 .is_restored()
                 .then(|| self.ram.residency().map_or(0, |r| r.file_bytes)),
             uptime_ms: self.uptime_ms(),
+            pause_lease_ms: self.pause_lease_ms(),
             clock: *lock(&self.clock_info),
             kernel: self
                 .config
@@ -150,7 +155,7 @@ impl Vm {
         })
     }
 
-    fn pause(&self) -> Result<(), ControlError> {
+    pub(super) fn pause(&self) -> Result<(), ControlError> {
         let mut state = lock(&self.state);
         match *state {
             VmState::Paused => Ok(()),
@@ -163,7 +168,7 @@ impl Vm {
         }
     }
 
-    fn resume(&self) -> Result<(), ControlError> {
+    pub(super) fn resume(&self) -> Result<(), ControlError> {
         let mut state = lock(&self.state);
         match *state {
             VmState::Running => Ok(()),
@@ -217,6 +222,7 @@ impl Vm {
             state => return Err(ControlError::not_running(state)),
         }
         let save = Save::new(target, descriptors, self.companion.as_ref())?;
+        self.end_leases()?;
         self.migrations.ask_task(Task::new(TaskKind::Snapshot, move |vm, ticket| {
             vm.write_snapshot(save, ticket).map(Document::Snapshot)
         }))
@@ -229,7 +235,9 @@ impl Vm {
     ) -> Result<(), ControlError> {
         match self.state() {
             VmState::Running | VmState::Paused => {
-                self.migrations.ask(Order::new(request, descriptors)?)
+                let order = Order::new(request, descriptors)?;
+                self.end_leases()?;
+                self.migrations.ask(order)
             }
             state => Err(ControlError::not_running(state)),
         }

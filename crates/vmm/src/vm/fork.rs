@@ -200,6 +200,7 @@ impl Vm {
             state => return Err(ControlError::not_running(state)),
         }
         let order = Order::new(target, descriptors)?;
+        self.end_leases()?;
         self.migrations.ask_task(Task::new(TaskKind::Checkpoint, move |vm, ticket| {
             vm.make_checkpoint(order, ticket).map(Document::Checkpoint)
         }))

@@ -11,6 +11,7 @@ mod free_pages;
 #[cfg(any(test, feature = "testing"))]
 mod fuzzing;
 mod generation;
+mod leases;
 mod limits;
 mod merge;
 mod migration;
@@ -217,8 +218,8 @@ type SharedTransport = Arc<Mutex<MmioTransport<BalloonDevice>>>;
 /// A built virtual machine: the state shared by the main thread and the API thread.
 ///
 /// Lock order: `trim_cursor` before `state` before `frozen` before `image` before a device's
-/// transport; `clock_info` and `parked` are
-/// taken last and held for an assignment only. While waiting for a vCPU,
+/// transport; `clock_info`, `parked` and
+/// `leases` are taken last and held for an assignment only. While waiting for a vCPU,
 /// no lock is held except `trim_cursor`, `state` and `frozen`, which no vCPU thread takes.
 pub struct Vm {
     // Fields are dropped from top to bottom: threads end before what they use is dropped. Guest
@@ -281,6 +282,7 @@ pub struct Vm {
     /// First page of the next trim.
     trim_cursor: Mutex<u64>,
     parked: Mutex<Option<park::Parked>>,
+    leases: Mutex<leases::Leases>,
     ram: Arc<GuestRam>,
     /// After guest memory: while the kernel may merge it, machines of other trust domains must stay
     /// out.

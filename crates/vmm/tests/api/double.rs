@@ -213,7 +213,7 @@ impl Machine for TestVm {
         let document = match operation {
             Operation::OpenApi => Document::OpenApi,
             Operation::VmInfo => Document::Vm(self.info()),
-            Operation::Pause => {
+            Operation::Pause(_) => {
                 self.change(Needs::Nothing)?.vm = VmState::Paused;
                 Document::Vm(self.info())
             }
@@ -336,6 +336,7 @@ impl TestVm {
                 ..ClockInfo::default()
             },
             uptime_ms: 1234,
+            pause_lease_ms: Some(1500),
             kernel: "/boot/vmlinuz".into(),
             pid: std::process::id(),
             isolation: IsolationInfo::default(),
@@ -378,6 +379,7 @@ impl TestVm {
             target_bytes: state.target_bytes,
             actual_bytes: 0,
             state: BalloonState::from_sizes(DriverPresence::Present, state.target_bytes, 0),
+            lease_ms: None,
             offered_features: {
                 let version_1 = BalloonFeature::Version1;
                 BalloonFeature::ALL.into_iter().filter(|feature| *feature != version_1).collect()

@@ -63,6 +63,7 @@ fn schemas() -> Map<String, Value> {
         request::<ParkRequest>("ParkRequest"),
         request::<MigrationRequest>("MigrationRequest"),
         request::<BalloonTarget>("BalloonTarget"),
+        request::<PauseRequest>("PauseRequest"),
         request::<StatisticsInterval>("StatisticsInterval"),
         request::<FreePagesRequest>("FreePagesRequest"),
         request::<ReclaimRequest>("ReclaimRequest"),

@@ -5,6 +5,7 @@ use super::*;
 use crate::api::balloon::{BalloonTarget, StatisticsInterval};
 use crate::api::disks::DiskResize;
 use crate::api::free_pages::{FreePagesRequest, ReclaimRequest};
+use crate::api::lease::PauseRequest;
 use crate::api::limits::{LimitsChange, RateLimits};
 use crate::api::merge::MergeRun;
 use crate::api::migration::{AtTimeLimit, FreePageChoice, MigrationRequest};
@@ -37,7 +38,13 @@ fn finds_every_operation() {
     for (method, target, body, operation) in [
         ("GET", "/openapi.json", "", Operation::OpenApi),
         ("GET", "/vm", "", Operation::VmInfo),
-        ("PUT", "/vm/pause", "", Operation::Pause),
+        ("PUT", "/vm/pause", "", Operation::Pause(PauseRequest { lease_ms: None })),
+        (
+            "PUT",
+            "/vm/pause",
+            r#"{"lease_ms": 2000}"#,
+            Operation::Pause(PauseRequest { lease_ms: Some(2000) }),
+        ),
         ("PUT", "/vm/resume", "{}", Operation::Resume),
         ("PUT", "/vm/power-button", " { } ", Operation::PowerButton),
         ("PUT", "/vm/trim", "", Operation::Trim),
@@ -106,7 +113,7 @@ fn finds_every_operation() {
             "PUT",
             "/balloon",
             r#"{"target_bytes": 4096}"#,
-            Operation::SetBalloon(BalloonTarget { target_bytes: 4096 }),
+            Operation::SetBalloon(BalloonTarget { target_bytes: 4096, lease_ms: None }),
         ),
         ("GET", "/balloon/statistics", "", Operation::Statistics { max_age: None }),
         (

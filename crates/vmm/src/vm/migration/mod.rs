@@ -101,6 +101,15 @@ impl Migrations {
         self.lock().status.phase.is_active()
     }
 
+    /// Refuses what must not begin during a migration or another job.
+    pub(super) fn check_idle(&self) -> Result<(), ControlError> {
+        let slot = self.lock();
+        if slot.status.phase.is_active() {
+            return Err(ControlError::not_running(VmState::Migrating));
+        }
+        slot.check_free()
+    }
+
     /// Passes the order to the thread.
     pub(super) fn ask(&self, order: Order) -> Result<(), ControlError> {
         let mut slot = self.lock();

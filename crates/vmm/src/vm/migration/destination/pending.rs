@@ -47,6 +47,7 @@ impl PendingVm {
             merged_bytes: None,
             snapshot_bytes: None,
             uptime_ms: 0,
+            pause_lease_ms: None,
             clock: ClockInfo { policy: self.clock, ..ClockInfo::default() },
             kernel: String::new(),
             pid: std::process::id(),
