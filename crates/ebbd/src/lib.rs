@@ -1,0 +1,10 @@
+//! `ebbd`: decides what a host does about the memory of its virtual machines, whatever monitors run
+//! them.
+//!
+//! - [`monitors`]: what a monitor says about its machine, and how it carries out an action.
+//! - [`clock`]: the clock of snapshots.
+//!
+//! What is decided is in the crate `ebb-host-policy`, which does no I/O.
+
+pub mod clock;
+pub mod monitors;

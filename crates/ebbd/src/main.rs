@@ -1,0 +1,3 @@
+//! The program `ebbd`.
+
+fn main() {}

@@ -1,0 +1,229 @@
+//! Ebb's monitors, over their API (docs/openapi.json).
+//!
+//! A balloon and a pause get leases there: the monitor undoes them itself when they are not
+//! renewed. What takes time (`park`, `trim`, `reclaim`) has a connection of its own.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use ebb_host_policy::{Action, Balloon, Mean, Statistics};
+use hyper::Method;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use tokio::task::JoinHandle;
+
+use super::http::{Answer, Http};
+use super::process::Process;
+use super::{Seen, Trouble};
+
+/// Statistics of this age are good enough: the guest is asked for new ones when they are older.
+const FRESH_MS: u64 = 5_000;
+/// What costs the monitor more is asked for once in so many looks.
+const RARELY: u64 = 5;
+/// The longest time of a trim, a park or a reclaim.
+const JOB_LIMIT: Duration = Duration::from_secs(60);
+
+/// A connection with a monitor of this project.
+#[derive(Debug)]
+pub struct Ebb {
+    http: Http,
+    path: PathBuf,
+    /// How often it was looked at.
+    looks: u64,
+    machine: Machine,
+    statistics: Option<Statistics>,
+    job: Option<JoinHandle<()>>,
+}
+
+/// The part of `GET /vm` that is used.
+#[derive(Debug, Default, Deserialize)]
+struct Machine {
+    state: String,
+    memory_bytes: u64,
+}
+
+/// The part of `GET /balloon` that is used.
+#[derive(Debug, Deserialize)]
+struct BalloonInfo {
+    target_bytes: u64,
+    actual_bytes: u64,
+    state: String,
+    negotiated_features: Vec<String>,
+}
+
+/// `GET /balloon/statistics`.
+#[derive(Debug, Deserialize)]
+struct Said {
+    age_ms: Option<u64>,
+    statistics: SaidValues,
+}
+
+#[derive(Debug, Deserialize)]
+struct SaidValues {
+    total_memory_bytes: Option<u64>,
+    available_memory_bytes: Option<u64>,
+    free_memory_bytes: Option<u64>,
+    disk_caches_bytes: Option<u64>,
+    major_faults: Option<u64>,
+    swap_out_bytes: Option<u64>,
+    oom_kills: Option<u64>,
+}
+
+impl Ebb {
+    /// Connects with the monitor behind a socket.
+    ///
+    /// # Errors
+    /// [`Trouble`], also if the server is something else.
+    pub async fn connect(path: &Path) -> Result<Self, Trouble> {
+        let mut http = Http::connect(path).await?;
+        let answer = http.ask(Method::GET, "/vm", None).await?;
+        if !answer.server.starts_with("ebb/") {
+            return Err(Trouble::Nonsense(format!(
+                "the server calls itself '{}'",
+                answer.server.escape_debug()
+            )));
+        }
+        let path = path.to_owned();
+        let machine = document(answer)?;
+        Ok(Self { http, path, looks: 0, machine, statistics: None, job: None })
+    }
+
+    pub(super) fn process(&self) -> &Process {
+        self.http.process()
+    }
+
+    pub(super) async fn look(&mut self, now_ms: u64) -> Result<Seen, Trouble> {
+        if self.looks.is_multiple_of(RARELY) {
+            // It counts the resident pages, which takes milliseconds.
+            self.machine = document(self.http.ask(Method::GET, "/vm", None).await?)?;
+        }
+        self.looks += 1;
+        let answer = self.http.ask(Method::GET, "/balloon", None).await?;
+        let balloon: Option<BalloonInfo> =
+            if answer.status == 404 { None } else { Some(document(answer)?) };
+        let balloon = balloon.filter(|balloon| balloon.state != "driver_absent");
+        let is_old = |said: &Statistics| said.taken_ms + FRESH_MS <= now_ms;
+        if balloon.is_some() && self.is_running() && self.statistics.as_ref().is_none_or(is_old) {
+            self.statistics = self.ask_statistics(now_ms).await?;
+        }
+        let mut means = vec![Mean::Trim, Mean::Pause];
+        let has = |name: &str| {
+            let features = balloon.iter().flat_map(|balloon| &balloon.negotiated_features);
+            features.into_iter().any(|feature| feature == name)
+        };
+        if balloon.is_some() {
+            means.extend([Mean::Balloon, Mean::Park]);
+        }
+        if has("page_reporting") {
+            means.push(Mean::Reporting);
+        }
+        if has("host_requests") {
+            means.push(Mean::Reclaim);
+        }
+        Ok(Seen {
+            size_bytes: self.machine.memory_bytes,
+            is_paused: !self.is_running(),
+            balloon: balloon.map(|BalloonInfo { target_bytes, actual_bytes, .. }| Balloon {
+                target_bytes,
+                actual_bytes,
+            }),
+            statistics: self.statistics,
+            means: means.into_iter().collect(),
+        })
+    }
+
+    fn is_running(&self) -> bool {
+        self.machine.state == "running"
+    }
+
+    /// The guest's statistics; the old ones if it does not answer.
+    async fn ask_statistics(&mut self, now_ms: u64) -> Result<Option<Statistics>, Trouble> {
+        let target = format!("/balloon/statistics?max_age_ms={FRESH_MS}");
+        let mut answer = self.http.ask(Method::GET, &target, None).await?;
+        if answer.status != 200 {
+            answer.body = answer.body["error"]["last_known"].take();
+            answer.status = 200;
+            if answer.body.is_null() {
+                return Ok(self.statistics);
+            }
+        }
+        let Said { age_ms, statistics: said } = document(answer)?;
+        Ok(age_ms.map(|age_ms| Statistics {
+            taken_ms: now_ms.saturating_sub(age_ms),
+            total_bytes: said.total_memory_bytes,
+            available_bytes: said.available_memory_bytes,
+            free_bytes: said.free_memory_bytes,
+            caches_bytes: said.disk_caches_bytes,
+            major_faults: said.major_faults,
+            swap_out_bytes: said.swap_out_bytes,
+            oom_kills: said.oom_kills,
+        }))
+    }
+
+    pub(super) async fn act(&mut self, action: Action, lease: Duration) -> Result<(), Trouble> {
+        let lease_ms = u64::try_from(lease.as_millis()).unwrap_or(u64::MAX);
+        let (target, body) = match action {
+            Action::Balloon { target_bytes: 0 } => ("/balloon", json!({ "target_bytes": 0 })),
+            Action::Balloon { target_bytes } => {
+                // A whole number of pages.
+                let target_bytes = target_bytes & !0xfff;
+                ("/balloon", json!({ "target_bytes": target_bytes, "lease_ms": lease_ms }))
+            }
+            Action::Pause { for_ms } => ("/vm/pause", json!({ "lease_ms": for_ms })),
+            Action::Resume => ("/vm/resume", Value::Null),
+            Action::Reclaim => return self.start("/balloon/reclaim", &Value::Null),
+            Action::Trim => return self.start("/vm/trim", &Value::Null),
+            Action::Park => return self.start("/vm/park", &json!({ "timeout_ms": 30_000 })),
+            Action::Stop => return Err(Trouble::Unable),
+        };
+        let body = (!body.is_null()).then_some(&body);
+        let answer = self.http.ask(Method::PUT, target, body).await?;
+        // The state is asked for again with the next look.
+        self.looks = 0;
+        accepted(&answer)
+    }
+
+    /// Begins what takes time; one job at a time.
+    fn start(&mut self, target: &'static str, body: &Value) -> Result<(), Trouble> {
+        if self.job.as_ref().is_some_and(|job| !job.is_finished()) {
+            return Err(Trouble::Refused("an earlier job has not ended".to_owned()));
+        }
+        let (path, body) = (self.path.clone(), body.clone());
+        self.job = Some(tokio::spawn(async move {
+            let job = async {
+                let mut http = Http::connect(&path).await?;
+                let body = (!body.is_null()).then_some(&body);
+                accepted(&http.ask(Method::PUT, target, body).await?)
+            };
+            match tokio::time::timeout(JOB_LIMIT, job).await {
+                Ok(Ok(())) => {}
+                Ok(Err(trouble)) => tracing::debug!(?path, target, "{trouble}"),
+                Err(_) => tracing::debug!(?path, target, "no answer within {JOB_LIMIT:?}"),
+            }
+        }));
+        Ok(())
+    }
+}
+
+impl Drop for Ebb {
+    fn drop(&mut self) {
+        // A park whose client hangs up is cancelled, and the guest gets its memory back.
+        if let Some(job) = &self.job {
+            job.abort();
+        }
+    }
+}
+
+fn accepted(answer: &Answer) -> Result<(), Trouble> {
+    if answer.status < 400 {
+        return Ok(());
+    }
+    let message = answer.body["error"]["message"].as_str().unwrap_or_default();
+    Err(Trouble::Refused(format!("status {}, {}", answer.status, message.escape_debug())))
+}
+
+fn document<T: DeserializeOwned>(answer: Answer) -> Result<T, Trouble> {
+    accepted(&answer)?;
+    serde_json::from_value(answer.body).map_err(|error| Trouble::Nonsense(error.to_string()))
+}

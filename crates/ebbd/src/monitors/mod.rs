@@ -1,0 +1,125 @@
+//! Monitors: what each says about its machine, and how it carries out an action.
+//!
+//! Each has a module of its own, over its real interface. All of them report sizes of the balloon
+//! (never of the rest) in bytes.
+
+pub mod ebb;
+mod http;
+pub mod process;
+
+use std::path::Path;
+use std::time::Duration;
+
+use ebb_host_policy::{Action, Balloon, Means, Statistics};
+use serde::{Deserialize, Serialize};
+use tokio::net::UnixStream;
+
+use ebb::Ebb;
+use process::Process;
+
+/// What a monitor says about its machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Seen {
+    /// The machine's memory, as its guest found it at boot.
+    pub size_bytes: u64,
+    /// Whether its processors stand still.
+    pub is_paused: bool,
+    /// `None` without a balloon, or while no driver has initialized it.
+    pub balloon: Option<Balloon>,
+    /// What the guest has last said; `None` if it never did.
+    pub statistics: Option<Statistics>,
+    /// What the monitor can do now.
+    pub means: Means,
+}
+
+/// Why a monitor cannot be used. It costs its own machine only.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Trouble {
+    /// The socket has gone, or its process has.
+    #[error("its socket is not served: {0}")]
+    Gone(String),
+    /// It did not answer in time.
+    #[error("it did not answer within {} ms", .0.as_millis())]
+    Silent(Duration),
+    /// It answered something that its interface does not have.
+    #[error("its answer is not understood: {0}")]
+    Nonsense(String),
+    /// It refused a request.
+    #[error("it refused: {0}")]
+    Refused(String),
+    /// It cannot do this at all.
+    #[error("its monitor cannot do that")]
+    Unable,
+}
+
+/// A kind of monitor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// This project's.
+    Ebb,
+}
+
+/// A connection with a monitor.
+#[derive(Debug)]
+pub enum Monitor {
+    /// This project's.
+    Ebb(Ebb),
+}
+
+/// The longest answer that is read, in bytes.
+pub(crate) const MOST_BYTES: usize = 1 << 20;
+
+impl Monitor {
+    /// Connects with the monitor behind a socket, whatever it is.
+    ///
+    /// # Errors
+    /// [`Trouble`], also for a server that is none of the known monitors.
+    pub async fn connect(path: &Path) -> Result<Self, Trouble> {
+        Ok(Self::Ebb(Ebb::connect(path).await?))
+    }
+
+    /// Its kind.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Ebb(_) => Kind::Ebb,
+        }
+    }
+
+    /// The monitor's process.
+    pub fn process(&self) -> &Process {
+        match self {
+            Self::Ebb(ebb) => ebb.process(),
+        }
+    }
+
+    /// Asks for the machine's state. `now_ms` is the snapshot's clock.
+    ///
+    /// # Errors
+    /// [`Trouble`]; the connection is of no further use.
+    pub async fn look(&mut self, now_ms: u64) -> Result<Seen, Trouble> {
+        match self {
+            Self::Ebb(ebb) => ebb.look(now_ms).await,
+        }
+    }
+
+    /// Carries out an action. A balloon and a pause are undone by the monitor after `lease`, if it
+    /// can do that.
+    ///
+    /// # Errors
+    /// [`Trouble`]; after [`Trouble::Refused`] and [`Trouble::Unable`] the connection is still of
+    /// use.
+    pub async fn act(&mut self, action: Action, lease: Duration) -> Result<(), Trouble> {
+        match self {
+            Self::Ebb(ebb) => ebb.act(action, lease).await,
+        }
+    }
+}
+
+/// Connects with a socket, and finds the process behind it.
+pub(crate) async fn connect(path: &Path) -> Result<(UnixStream, Process), Trouble> {
+    let gone = |error: std::io::Error| Trouble::Gone(error.to_string());
+    let stream = UnixStream::connect(path).await.map_err(gone)?;
+    let process = Process::behind(&stream).map_err(gone)?;
+    Ok((stream, process))
+}

@@ -1,0 +1,127 @@
+//! The process of a monitor: what it occupies, and how long it has run.
+
+use std::fs::File;
+use std::io::{self, Read as _};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::net::sockopt::socket_peercred;
+use tokio::net::UnixStream;
+
+/// A process. Its directory in /proc is open, so that another one that gets the same number later
+/// is not taken for it.
+#[derive(Debug)]
+pub struct Process {
+    directory: File,
+    pid: u32,
+}
+
+/// What a process occupies, and its processor time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Anonymous and shared memory, and that of hugetlbfs, in bytes. Pages of other files are not
+    /// counted: they are in the page cache anyhow.
+    pub resident_bytes: u64,
+    /// What the host has swapped out, in bytes.
+    pub swapped_bytes: u64,
+    /// Processor time since its start, in milliseconds.
+    pub processor_ms: u64,
+}
+
+impl Process {
+    /// The process that listens on a socket (`SO_PEERCRED`).
+    ///
+    /// # Errors
+    /// It has ended, or is in another PID namespace.
+    pub fn behind(stream: &UnixStream) -> io::Result<Self> {
+        let pid = socket_peercred(stream)?.pid.as_raw_nonzero().get().unsigned_abs();
+        Self::of(pid)
+    }
+
+    /// The process with this number.
+    ///
+    /// # Errors
+    /// It has ended.
+    pub fn of(pid: u32) -> io::Result<Self> {
+        Ok(Self { directory: File::open(format!("/proc/{pid}"))?, pid })
+    }
+
+    /// Its number.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// What it occupies now.
+    ///
+    /// # Errors
+    /// It has ended.
+    pub fn usage(&self) -> io::Result<Usage> {
+        let status = self.read("status")?;
+        let kib = |name| field(&status, name).unwrap_or(0) * 1024;
+        let resident = ["RssAnon:", "RssShmem:", "HugetlbPages:"].into_iter().map(kib).sum();
+        let stat = self.read("stat")?;
+        Ok(Usage {
+            resident_bytes: resident,
+            swapped_bytes: kib("VmSwap:"),
+            processor_ms: 10 * ticks(&stat).unwrap_or(0),
+        })
+    }
+
+    fn read(&self, name: &str) -> io::Result<String> {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        let file = rustix::fs::openat(&self.directory, name, flags, Mode::empty())?;
+        let mut text = String::new();
+        File::from(file).read_to_string(&mut text)?;
+        Ok(text)
+    }
+}
+
+fn field(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find(|line| line.starts_with(name))?;
+    line.split_ascii_whitespace().nth(1)?.parse().ok()
+}
+
+/// The sum of user and system time, in ticks of a hundredth of a second (`USER_HZ`). The program's
+/// name before them may contain spaces and parentheses.
+fn ticks(stat: &str) -> Option<u64> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    let mut fields = rest.split_ascii_whitespace().skip(11);
+    let user: u64 = fields.next()?.parse().ok()?;
+    let system: u64 = fields.next()?.parse().ok()?;
+    Some(user.saturating_add(system))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_process_occupies_memory_and_has_run() {
+        let before = Process::of(std::process::id()).unwrap().usage().unwrap();
+        let held = vec![1_u8; 32 << 20];
+        let mut sum = 0_u64;
+        let process = Process::of(std::process::id()).unwrap();
+        while process.usage().unwrap().processor_ms < before.processor_ms + 30 {
+            sum += held.iter().map(|byte| u64::from(*byte)).sum::<u64>();
+        }
+        assert!(sum > 0);
+        let after = process.usage().unwrap();
+        assert!(after.resident_bytes >= before.resident_bytes + (31 << 20), "{after:?}");
+    }
+
+    #[test]
+    fn an_ended_process_has_no_usage() {
+        let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();
+        let process = Process::of(child.id()).unwrap();
+        assert!(process.usage().unwrap().resident_bytes > 0);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(process.usage().is_err());
+    }
+
+    #[test]
+    fn a_name_does_not_hide_the_times() {
+        let stat = "7 (a) b (c) S 1 7 7 0 -1 4194560 190 0 0 0 12 30 0 0 20 0 1 0 5 9 9 0 0";
+        assert_eq!(ticks(stat), Some(42));
+        assert_eq!(ticks("7 (a"), None);
+    }
+}
