@@ -7,4 +7,7 @@
 //! What is decided is in the crate `ebb-host-policy`, which does no I/O.
 
 pub mod clock;
+pub mod config;
+pub mod fleet;
+pub mod host;
 pub mod monitors;

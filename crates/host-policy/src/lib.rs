@@ -5,6 +5,7 @@
 //! - [`decide()`]: what is to be done, from a snapshot and what is remembered of those before.
 //! - [`action`], [`explain`]: what can be done to a machine, and why it is.
 //! - [`history`]: what machines have needed, and how many more fit.
+//! - [`report`]: documents of a daemon that carries decisions out.
 //!
 //! Nothing here does I/O or reads a clock: the time is part of a snapshot, and the same snapshots
 //! lead to the same decisions.
@@ -17,6 +18,7 @@ pub mod explain;
 pub mod fuzzing;
 pub mod history;
 pub mod level;
+pub mod report;
 pub mod settings;
 mod shares;
 pub mod snapshot;

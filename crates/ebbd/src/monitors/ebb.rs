@@ -4,6 +4,7 @@
 //! renewed. What takes time (`park`, `trim`, `reclaim`) has a connection of its own.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use ebb_host_policy::{Action, Balloon, Mean, Statistics};
@@ -89,7 +90,7 @@ impl Ebb {
         Ok(Self { http, path, looks: 0, machine, statistics: None, job: None })
     }
 
-    pub(super) fn process(&self) -> &Process {
+    pub(super) fn process(&self) -> Arc<Process> {
         self.http.process()
     }
 

@@ -1,6 +1,7 @@
 //! HTTP over a monitor's socket: one connection for many requests.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::body::Bytes;
@@ -18,7 +19,7 @@ use super::{MOST_BYTES, Trouble, connect};
 #[derive(Debug)]
 pub(super) struct Http {
     sender: SendRequest<Full<Bytes>>,
-    process: Process,
+    process: Arc<Process>,
     connection: JoinHandle<()>,
 }
 
@@ -45,8 +46,8 @@ impl Http {
         Ok(Self { sender, process, connection })
     }
 
-    pub(super) fn process(&self) -> &Process {
-        &self.process
+    pub(super) fn process(&self) -> Arc<Process> {
+        self.process.clone()
     }
 
     /// Sends a request, with a document if there is one, and returns the answer, also one that is

@@ -8,6 +8,7 @@ mod http;
 pub mod process;
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ebb_host_policy::{Action, Balloon, Means, Statistics};
@@ -87,7 +88,7 @@ impl Monitor {
     }
 
     /// The monitor's process.
-    pub fn process(&self) -> &Process {
+    pub fn process(&self) -> Arc<Process> {
         match self {
             Self::Ebb(ebb) => ebb.process(),
         }
@@ -117,9 +118,9 @@ impl Monitor {
 }
 
 /// Connects with a socket, and finds the process behind it.
-pub(crate) async fn connect(path: &Path) -> Result<(UnixStream, Process), Trouble> {
+pub(crate) async fn connect(path: &Path) -> Result<(UnixStream, Arc<Process>), Trouble> {
     let gone = |error: std::io::Error| Trouble::Gone(error.to_string());
     let stream = UnixStream::connect(path).await.map_err(gone)?;
     let process = Process::behind(&stream).map_err(gone)?;
-    Ok((stream, process))
+    Ok((stream, Arc::new(process)))
 }

@@ -1,0 +1,73 @@
+//! Documents of a daemon that carries decisions out, and of its clients.
+
+use serde::{Deserialize, Serialize};
+
+use crate::explain::Explanation;
+use crate::level::{Cause, Level};
+use crate::snapshot::{Host, Machine};
+
+/// A host and all of its machines.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Status {
+    /// Version of the daemon.
+    pub version: String,
+    /// When the last decision was made, in milliseconds since the host's start.
+    pub at_ms: u64,
+    /// The host's level.
+    pub level: Level,
+    /// Why it has it.
+    pub cause: Cause,
+    /// Since when, on the same clock.
+    pub since_ms: u64,
+    /// Its memory.
+    pub host: Host,
+    /// Its machines, by name.
+    pub machines: Vec<MachineStatus>,
+    /// What is wrong with the daemon itself, such as a state that cannot be saved; empty if nothing
+    /// is.
+    pub problems: Vec<String>,
+}
+
+/// One machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MachineStatus {
+    /// What is known of it.
+    pub machine: Machine,
+    /// The kind of its monitor; `None` before it has answered.
+    pub monitor: Option<String>,
+    /// The socket.
+    pub socket: String,
+    /// Its process; `None` before it has answered.
+    pub pid: Option<u32>,
+    /// Its profile.
+    pub profile: String,
+    /// Whether an operator holds it.
+    pub is_held: bool,
+    /// Why its monitor cannot be used, if it cannot.
+    pub trouble: Option<String>,
+    /// The last decision about it; `None` before the first one.
+    pub explanation: Option<Explanation>,
+}
+
+/// The name of a machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Named {
+    /// The machine.
+    pub machine: String,
+}
+
+/// What is asked about room for machines.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Room {
+    /// Size of one machine.
+    pub memory_bytes: u64,
+    /// Its profile.
+    #[serde(default = "default_profile")]
+    pub profile: String,
+}
+
+fn default_profile() -> String {
+    "default".to_owned()
+}
