@@ -6,8 +6,12 @@
 //!
 //! What is decided is in the crate `ebb-host-policy`, which does no I/O.
 
+pub mod api;
 pub mod clock;
 pub mod config;
+pub mod engine;
 pub mod fleet;
 pub mod host;
 pub mod monitors;
+pub mod program;
+pub mod store;

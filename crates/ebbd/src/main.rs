@@ -1,3 +1,7 @@
 //! The program `ebbd`.
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    ebbd::program::main()
+}

@@ -31,8 +31,10 @@ pub struct Status {
 /// One machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineStatus {
-    /// What is known of it.
-    pub machine: Machine,
+    /// Its name.
+    pub name: String,
+    /// What is known of it; `None` while it is not part of decisions.
+    pub machine: Option<Machine>,
     /// The kind of its monitor; `None` before it has answered.
     pub monitor: Option<String>,
     /// The socket.

@@ -17,7 +17,7 @@ use tracing_subscriber::EnvFilter;
 pub const USAGE: u8 = 2;
 
 /// The logging option of every program.
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct LogArgs {
     /// Log level for standard error: error, warn, info, debug, trace, or a filter such as
     /// ebb_vmm=debug

@@ -12,7 +12,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ebb_host_policy::{Action, Balloon, Means, Statistics};
-use serde::{Deserialize, Serialize};
 use tokio::net::UnixStream;
 
 use ebb::Ebb;
@@ -54,11 +53,19 @@ pub enum Trouble {
 }
 
 /// A kind of monitor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// This project's.
     Ebb,
+}
+
+impl Kind {
+    /// Its name in documents.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ebb => "ebb",
+        }
+    }
 }
 
 /// A connection with a monitor.

@@ -1,0 +1,226 @@
+//! The daemon's API: HTTP and JSON on a unix socket.
+//!
+//! | request | answer |
+//! | --- | --- |
+//! | `GET /status` | the host and its machines at the last decision ([`Status`]) |
+//! | `GET /plan` | the same for a decision that would be made now, and is not carried out |
+//! | `GET /fit?memory_bytes=N&profile=P` | how many more machines fit ([`Fit`]) |
+//! | `PUT /hold`, `PUT /release` with [`Named`] | a machine is held, or no longer |
+//! | `GET /config` | the configuration in force ([`Config`]) |
+//! | `PUT /config/reload` | reads the file again |
+//!
+//! [`Status`]: ebb_host_policy::report::Status
+//! [`Fit`]: ebb_host_policy::Fit
+//! [`Config`]: crate::config::Config
+
+use std::convert::Infallible;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::rejection::{JsonRejection, QueryRejection};
+use axum::extract::{DefaultBodyLimit, Json, Query, State};
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, put};
+use ebb_host_policy::report::{Named, Room};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use serde::Serialize;
+use serde_json::json;
+use tokio::net::UnixListener;
+use tokio::sync::Semaphore;
+
+use crate::clock::now_ms;
+use crate::engine::Engine;
+
+/// The engine, which the loop and all clients share.
+pub type Shared = Arc<Mutex<Engine>>;
+
+/// Most clients at a time; others wait.
+const MOST_CLIENTS: usize = 64;
+/// Longest body of a request, in bytes.
+const MOST_BODY_BYTES: usize = 64 << 10;
+/// Time limit for the head of a request, from the connection or from the last answer.
+const HEAD_LIMIT: Duration = Duration::from_secs(10);
+/// Time limit for everything on a connection.
+const CONNECTION_LIMIT: Duration = Duration::from_secs(600);
+/// How long no client is accepted after the system had no descriptors left.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Locks the engine.
+pub fn lock(engine: &Shared) -> MutexGuard<'_, Engine> {
+    engine.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Why a request was not executed.
+struct Problem {
+    status: StatusCode,
+    message: String,
+    remedy: &'static str,
+}
+
+impl Problem {
+    fn new(status: StatusCode, message: impl Into<String>, remedy: &'static str) -> Self {
+        Self { status, message: message.into(), remedy }
+    }
+
+    fn too_early() -> Self {
+        let message = "no decision has been made yet";
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, message, "try again in a second")
+    }
+
+    fn no_profile(name: &str) -> Self {
+        let message = format!("there is no profile {name:?}");
+        Self::new(StatusCode::NOT_FOUND, message, "ebb host settings lists them")
+    }
+}
+
+impl IntoResponse for Problem {
+    fn into_response(self) -> Response {
+        let Self { status, message, remedy } = self;
+        let error = match remedy {
+            "" => json!({ "message": message }),
+            remedy => json!({ "message": message, "remedy": remedy }),
+        };
+        (status, Json(json!({ "error": error }))).into_response()
+    }
+}
+
+impl From<JsonRejection> for Problem {
+    fn from(rejection: JsonRejection) -> Self {
+        Self::new(rejection.status(), rejection.body_text(), "")
+    }
+}
+
+impl From<QueryRejection> for Problem {
+    fn from(rejection: QueryRejection) -> Self {
+        Self::new(rejection.status(), rejection.body_text(), "")
+    }
+}
+
+fn reply(document: &impl Serialize) -> Response {
+    Json(document).into_response()
+}
+
+/// The routes.
+pub fn router(engine: Shared) -> Router {
+    Router::new()
+        .route("/status", get(status))
+        .route("/plan", get(plan))
+        .route("/fit", get(fit))
+        .route("/hold", put(|engine, named| hold(engine, named, true)))
+        .route("/release", put(|engine, named| hold(engine, named, false)))
+        .route("/config", get(config))
+        .route("/config/reload", put(reload))
+        .fallback(async || {
+            Problem::new(StatusCode::NOT_FOUND, "there is no such path", "docs/host.md lists them")
+        })
+        .method_not_allowed_fallback(async || {
+            let message = "this path has another method";
+            Problem::new(StatusCode::METHOD_NOT_ALLOWED, message, "docs/host.md lists them")
+        })
+        .layer(DefaultBodyLimit::max(MOST_BODY_BYTES))
+        .with_state(engine)
+}
+
+async fn status(State(engine): State<Shared>) -> Result<Response, Problem> {
+    let status = lock(&engine).status().ok_or_else(Problem::too_early)?;
+    Ok(reply(&status))
+}
+
+async fn plan(State(engine): State<Shared>) -> Result<Response, Problem> {
+    let failed = |error: crate::host::Unreadable| {
+        Problem::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string(), "")
+    };
+    let plan = lock(&engine).plan(now_ms()).map_err(failed)?;
+    Ok(reply(&plan))
+}
+
+async fn fit(
+    State(engine): State<Shared>,
+    room: Result<Query<Room>, QueryRejection>,
+) -> Result<Response, Problem> {
+    let Query(room) = room?;
+    let engine = lock(&engine);
+    if !engine.has_profile(&room.profile) {
+        return Err(Problem::no_profile(&room.profile));
+    }
+    if room.memory_bytes == 0 {
+        let message = "memory_bytes is 0";
+        let remedy = "give the size of one machine";
+        return Err(Problem::new(StatusCode::UNPROCESSABLE_ENTITY, message, remedy));
+    }
+    Ok(reply(&engine.fit(&room).ok_or_else(Problem::too_early)?))
+}
+
+async fn hold(
+    State(engine): State<Shared>,
+    named: Result<Json<Named>, JsonRejection>,
+    is_held: bool,
+) -> Result<Response, Problem> {
+    let Json(Named { machine }) = named?;
+    let status = lock(&engine).hold(&machine, is_held).ok_or_else(|| {
+        let message = format!("there is no machine {machine:?}");
+        Problem::new(StatusCode::NOT_FOUND, message, "ebb host status lists them")
+    })?;
+    Ok(reply(&status))
+}
+
+async fn config(State(engine): State<Shared>) -> Response {
+    reply(lock(&engine).config())
+}
+
+async fn reload(State(engine): State<Shared>) -> Result<Response, Problem> {
+    let mut engine = lock(&engine);
+    engine.reload().map_err(|error| {
+        let remedy = "mend the file; the old configuration is still in force";
+        Problem::new(StatusCode::UNPROCESSABLE_ENTITY, error.to_string(), remedy)
+    })?;
+    Ok(reply(engine.config()))
+}
+
+/// Serves clients for ever.
+///
+/// # Errors
+/// The socket cannot be used.
+pub async fn serve(listener: OwnedFd, engine: Shared) -> std::io::Result<Infallible> {
+    let listener = std::os::unix::net::UnixListener::from(listener);
+    listener.set_nonblocking(true)?;
+    let listener = UnixListener::from_std(listener)?;
+    let router = router(engine);
+    let clients = Arc::new(Semaphore::new(MOST_CLIENTS));
+    loop {
+        // It is never closed.
+        let Ok(permit) = clients.clone().acquire_owned().await else { continue };
+        let Ok((stream, _)) = listener.accept().await else {
+            tokio::time::sleep(ACCEPT_PAUSE).await;
+            continue;
+        };
+        let router = router.clone();
+        tokio::spawn(async move {
+            let service = service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
+                answer(router.clone(), request.map(Body::new))
+            });
+            let connection = http1::Builder::new()
+                .timer(TokioTimer::new())
+                .header_read_timeout(HEAD_LIMIT)
+                .serve_connection(TokioIo::new(stream), service);
+            // A client's errors and its end are its own.
+            let _ = tokio::time::timeout(CONNECTION_LIMIT, connection).await;
+            drop(permit);
+        });
+    }
+}
+
+async fn answer(router: Router, request: axum::extract::Request) -> Result<Response, Infallible> {
+    use tower_service::Service as _;
+    let mut router = router;
+    let mut response = router.call(request).await?;
+    let name = HeaderValue::from_static(concat!("ebb/", env!("CARGO_PKG_VERSION"), " ebbd"));
+    response.headers_mut().insert(header::SERVER, name);
+    Ok(response)
+}

@@ -1,0 +1,308 @@
+//! The daemon's loop: what is known goes to the decision, and its orders to the monitors.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use ebb_host_policy::report::{MachineStatus, Room, Status};
+use ebb_host_policy::{
+    Action, Cause, Decision, Explanation, Fit, Level, Machine, Snapshot, State, decide, fit,
+};
+
+use crate::config::{Config, ConfigError};
+use crate::fleet::{Fleet, Link, Rhythm, View};
+use crate::host::{Source, Unreadable};
+use crate::store::Store;
+
+/// How often directories are searched for sockets.
+const DISCOVER_MS: u64 = 2_000;
+/// How often the state is saved.
+const SAVE_MS: u64 = 60_000;
+/// The most machines that `fit` counts.
+const MOST_FIT: u64 = 100_000;
+
+/// A daemon without its API.
+#[derive(Debug)]
+pub struct Engine {
+    config: Config,
+    /// Where the configuration came from; `None` for the defaults.
+    path: Option<PathBuf>,
+    source: Source,
+    fleet: Fleet,
+    state: State,
+    store: Store,
+    last: Option<Last>,
+    /// The balloons that this daemon has set: their targets, and when their leases were renewed.
+    leases: BTreeMap<String, Lease>,
+    /// What is wrong, by what it concerns.
+    problems: BTreeMap<String, String>,
+    next_ms: u64,
+    discover_ms: u64,
+    save_ms: u64,
+}
+
+/// The last decision.
+#[derive(Debug)]
+struct Last {
+    snapshot: Snapshot,
+    explanations: BTreeMap<String, Explanation>,
+    level: Level,
+    cause: Cause,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Lease {
+    target_bytes: u64,
+    renewed_ms: u64,
+}
+
+impl Last {
+    fn of(snapshot: Snapshot, decision: Decision) -> (Self, State) {
+        let Decision { explanations, level, cause, state, .. } = decision;
+        let by_name = explanations.into_iter().rev().map(|why| (why.machine.clone(), why));
+        (Self { snapshot, explanations: by_name.collect(), level, cause }, state)
+    }
+}
+
+impl Engine {
+    /// A daemon that has not decided anything yet.
+    pub fn new(config: Config, path: Option<PathBuf>, store: Store) -> Self {
+        let source = Source::new(config.cgroup.clone());
+        let state = store.load();
+        Self {
+            config,
+            path,
+            source,
+            fleet: Fleet::default(),
+            state,
+            store,
+            last: None,
+            leases: BTreeMap::new(),
+            problems: BTreeMap::new(),
+            next_ms: 0,
+            discover_ms: 0,
+            save_ms: 0,
+        }
+    }
+
+    /// Does what is due. Called ten times a second.
+    pub fn tick(&mut self, now_ms: u64) {
+        if now_ms >= self.discover_ms {
+            self.discover_ms = now_ms + DISCOVER_MS;
+            self.discover();
+        }
+        if now_ms >= self.next_ms {
+            self.next_ms = now_ms + self.config.interval_ms;
+            match self.snapshot(now_ms) {
+                Ok(snapshot) => {
+                    self.solve("host");
+                    self.round(snapshot);
+                }
+                Err(unreadable) => self.problem("host", unreadable.to_string()),
+            }
+        }
+        if now_ms >= self.save_ms {
+            self.save_ms = now_ms + SAVE_MS;
+            self.save();
+        }
+    }
+
+    fn discover(&mut self) {
+        let rhythm = Rhythm { interval: Duration::from_millis(self.config.interval_ms) };
+        let unreadable = self.fleet.discover(&self.config.machines, rhythm);
+        self.problems.retain(|about, _| !about.starts_with('/'));
+        for (folder, problem) in unreadable {
+            let folder = folder.display().to_string();
+            self.problem(&folder, format!("machines are not searched for in {folder}: {problem}"));
+        }
+    }
+
+    fn snapshot(&self, at_ms: u64) -> Result<Snapshot, Unreadable> {
+        let host = self.source.read()?;
+        let machines = self.fleet.links().filter_map(|(_, link)| link.view().machine(&link.name));
+        Ok(Snapshot { at_ms, host, machines: machines.collect() })
+    }
+
+    fn round(&mut self, snapshot: Snapshot) {
+        let state = std::mem::take(&mut self.state);
+        let decision = decide(&snapshot, state, &self.config.policy);
+        let at_ms = snapshot.at_ms;
+        let mut ordered = BTreeSet::new();
+        for order in &decision.orders {
+            tracing::info!(machine = order.machine, action = ?order.action, "ordered");
+            if let Action::Balloon { target_bytes } = order.action {
+                ordered.insert(order.machine.clone());
+                self.lease(&order.machine, target_bytes, at_ms);
+            }
+            self.order(&order.machine, order.action);
+        }
+        self.renew(&snapshot.machines, &ordered, at_ms);
+        let (last, state) = Last::of(snapshot, decision);
+        if self.last.as_ref().is_none_or(|before| before.level != last.level) {
+            tracing::info!("the host is {}", last.level);
+        }
+        (self.last, self.state) = (Some(last), state);
+    }
+
+    fn order(&self, machine: &str, action: Action) {
+        let lease = Duration::from_millis(self.config.policy.lease_ms);
+        if let Some(link) = self.fleet.named(machine) {
+            link.order(action, lease);
+        }
+    }
+
+    fn lease(&mut self, machine: &str, target_bytes: u64, renewed_ms: u64) {
+        if target_bytes == 0 {
+            self.leases.remove(machine);
+        } else {
+            self.leases.insert(machine.to_owned(), Lease { target_bytes, renewed_ms });
+        }
+    }
+
+    /// Renews the leases of balloons that are to stay as they are. A balloon that has another
+    /// target by now was set elsewhere.
+    fn renew(&mut self, machines: &[Machine], ordered: &BTreeSet<String>, at_ms: u64) {
+        let target = |name: &str| {
+            let machine = machines.iter().find(|machine| machine.name == name)?;
+            machine.balloon.map(|balloon| balloon.target_bytes)
+        };
+        let every_ms = self.config.policy.lease_ms / 3;
+        let mut renewed = Vec::new();
+        self.leases.retain(|name, lease| {
+            if ordered.contains(name) || at_ms.saturating_sub(lease.renewed_ms) < every_ms {
+                return true;
+            }
+            let is_same = target(name) == Some(lease.target_bytes & !0xfff);
+            if is_same {
+                lease.renewed_ms = at_ms;
+                renewed.push((name.clone(), lease.target_bytes));
+            }
+            is_same
+        });
+        for (machine, target_bytes) in renewed {
+            self.order(&machine, Action::Balloon { target_bytes });
+        }
+    }
+
+    /// Gives back everything that this daemon has taken, before it ends.
+    pub fn release(&mut self) {
+        for machine in std::mem::take(&mut self.leases).into_keys() {
+            self.order(&machine, Action::Balloon { target_bytes: 0 });
+        }
+        self.save();
+    }
+
+    fn save(&mut self) {
+        match self.store.save(&self.state) {
+            Ok(()) => self.solve("state"),
+            Err(error) => self.problem("state", format!("the state is not saved: {error}")),
+        }
+    }
+
+    fn problem(&mut self, about: &str, problem: String) {
+        if self.problems.get(about) != Some(&problem) {
+            tracing::warn!("{problem}");
+            self.problems.insert(about.to_owned(), problem);
+        }
+    }
+
+    fn solve(&mut self, about: &str) {
+        self.problems.remove(about);
+    }
+
+    /// The host and its machines at the last decision; `None` before the first one.
+    pub fn status(&self) -> Option<Status> {
+        self.last.as_ref().map(|last| self.status_of(last, self.state.host.since_ms))
+    }
+
+    /// What would be decided now. Nothing is done.
+    ///
+    /// # Errors
+    /// The host's memory cannot be read.
+    pub fn plan(&self, now_ms: u64) -> Result<Status, Unreadable> {
+        let snapshot = self.snapshot(now_ms)?;
+        let decision = decide(&snapshot, self.state.clone(), &self.config.policy);
+        let (last, state) = Last::of(snapshot, decision);
+        Ok(self.status_of(&last, state.host.since_ms))
+    }
+
+    fn status_of(&self, last: &Last, since_ms: u64) -> Status {
+        let held: BTreeSet<&str> = self.state.held().collect();
+        let machines = self.fleet.links().map(|(socket, link)| {
+            let Link { name, .. } = link;
+            let view = link.view();
+            let machine = last.snapshot.machines.iter().find(|machine| machine.name == *name);
+            MachineStatus {
+                name: name.clone(),
+                machine: machine.cloned(),
+                monitor: view.kind.map(|kind| kind.name().to_owned()),
+                socket: socket.display().to_string(),
+                pid: view.pid(),
+                profile: self.config.policy.profile(name).0.to_owned(),
+                is_held: held.contains(name.as_str()),
+                trouble: trouble(&view),
+                explanation: last.explanations.get(name).cloned(),
+            }
+        });
+        Status {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            at_ms: last.snapshot.at_ms,
+            level: last.level,
+            cause: last.cause,
+            since_ms,
+            host: last.snapshot.host.clone(),
+            machines: machines.collect(),
+            problems: self.problems.values().cloned().collect(),
+        }
+    }
+
+    /// How many more machines fit; `None` before the first decision.
+    pub fn fit(&self, room: &Room) -> Option<Fit> {
+        let snapshot = &self.last.as_ref()?.snapshot;
+        let Room { memory_bytes, profile } = room;
+        Some(fit(snapshot, &self.state, &self.config.policy, profile, *memory_bytes, MOST_FIT))
+    }
+
+    /// Whether a profile of this name is configured.
+    pub fn has_profile(&self, name: &str) -> bool {
+        name == "default" || self.config.policy.profiles.contains_key(name)
+    }
+
+    /// Holds a machine or releases it. Returns its status, or `None` if there is none of this name:
+    /// only a machine that is there can be held.
+    pub fn hold(&mut self, machine: &str, is_held: bool) -> Option<MachineStatus> {
+        let is_known = self.fleet.named(machine).is_some();
+        if !is_known && !self.state.held().any(|held| held == machine) {
+            return None;
+        }
+        self.state.hold(machine, is_held);
+        self.save();
+        let status = self.status()?;
+        status.machines.into_iter().find(|status| status.name == machine)
+    }
+
+    /// The configuration in force.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Reads the configuration file again. With a mistake in it, the old configuration stays.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn reload(&mut self) -> Result<(), ConfigError> {
+        let Some(path) = &self.path else { return Ok(()) };
+        let config = Config::read(path)?;
+        self.source = Source::new(config.cgroup.clone());
+        (self.config, self.discover_ms) = (config, 0);
+        tracing::info!("the configuration was read again");
+        Ok(())
+    }
+}
+
+fn trouble(view: &View) -> Option<String> {
+    match &view.trouble {
+        None if view.kind.is_none() => Some("it has not answered yet".to_owned()),
+        trouble => trouble.as_ref().map(ToString::to_string),
+    }
+}

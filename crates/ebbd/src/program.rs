@@ -1,0 +1,128 @@
+//! The command line.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use clap::Parser;
+use ebb_local_io::SocketFile;
+use ebb_program::LogArgs;
+use rustix::fs::Mode;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::time::{MissedTickBehavior, interval};
+
+use crate::api::{self, Shared, lock};
+use crate::clock::now_ms;
+use crate::config::Config;
+use crate::engine::Engine;
+use crate::store::Store;
+
+/// The configuration that is read if none is given.
+const CONFIG: &str = "/etc/ebb/ebbd.toml";
+/// How often the loop runs.
+const TICK: Duration = Duration::from_millis(100);
+/// How long monitors have for the last orders.
+const END_LIMIT: Duration = Duration::from_secs(1);
+/// Clients that wait to be accepted.
+const BACKLOG: i32 = 64;
+
+/// Decides what a host does about the memory of its virtual machines
+///
+/// Each socket in a directory of sockets is a machine's. Its memory is reclaimed when the host needs
+/// it and the guest does not, and everything that was taken is given back when this daemon ends,
+/// however it ends. `ebb host` shows what is decided, and why.
+#[derive(Debug, Parser)]
+#[command(version, name = "ebbd")]
+pub struct Args {
+    /// Configuration file [default: /etc/ebb/ebbd.toml, if it exists]
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Check the configuration and end
+    #[arg(long)]
+    check: bool,
+    /// The socket for `ebb host`
+    #[arg(long, value_name = "PATH", default_value = "/run/ebb/ebbd.sock")]
+    socket: PathBuf,
+    /// Directory of what is remembered
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/ebbd")]
+    state: PathBuf,
+    #[command(flatten)]
+    log: LogArgs,
+}
+
+/// Runs the program.
+pub fn main() -> ExitCode {
+    let args = Args::parse();
+    let log = LogArgs::clone(&args.log);
+    ebb_program::run("ebbd", &log, std::io::stderr, || run(&args))
+}
+
+fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let default = PathBuf::from(CONFIG);
+    let path = match &args.config {
+        Some(path) => Some(path.clone()),
+        None => default.exists().then_some(default),
+    };
+    let config = match &path {
+        Some(path) => Config::read(path)?,
+        None => Config::default(),
+    };
+    if args.check {
+        let name = path.map_or_else(|| "the defaults".to_owned(), |it| it.display().to_string());
+        println!("{name}: nothing is wrong");
+        return Ok(ExitCode::SUCCESS);
+    }
+    let store = Store::open(&args.state)?;
+    let (name, listener) = SocketFile::listen(&args.socket, Mode::RUSR | Mode::WUSR, BACKLOG)?;
+    let engine = Arc::new(Mutex::new(Engine::new(config, path, store)));
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("cannot start")?;
+    runtime.block_on(async {
+        let signals = Signals::take().context("cannot take over signals")?;
+        tokio::spawn(api::serve(listener, engine.clone()));
+        decide_until_ended(&engine, signals).await;
+        anyhow::Ok(())
+    })?;
+    drop(name);
+    Ok(ExitCode::SUCCESS)
+}
+
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    reload: Signal,
+}
+
+impl Signals {
+    fn take() -> std::io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            reload: signal(SignalKind::hangup())?,
+        })
+    }
+}
+
+/// Decides until a signal ends it, and then gives everything back.
+async fn decide_until_ended(engine: &Shared, mut signals: Signals) {
+    let mut ticks = interval(TICK);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    loop {
+        tokio::select! {
+            _ = ticks.tick() => lock(engine).tick(now_ms()),
+            _ = signals.terminate.recv() => break,
+            _ = signals.interrupt.recv() => break,
+            _ = signals.reload.recv() => {
+                if let Err(error) = lock(engine).reload() {
+                    tracing::warn!("{error}; the old configuration is still in force");
+                }
+            }
+        }
+    }
+    lock(engine).release();
+    tokio::time::sleep(END_LIMIT).await;
+}

@@ -1,0 +1,188 @@
+//! What is remembered, in a file: it survives a crash, a kill and a full disk.
+//!
+//! The file is replaced as a whole, by a new one of which everything is on disk. Where that is not
+//! possible, the old one stays.
+
+use std::fs::{self, File};
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+
+use ebb_host_policy::State;
+use rustix::fs::FlockOperation;
+use serde::{Deserialize, Serialize};
+
+/// The file of a daemon's state.
+#[derive(Debug)]
+pub struct Store {
+    directory: PathBuf,
+    /// Locked: two daemons would work against each other.
+    _lock: File,
+    boot: String,
+}
+
+/// The file's content.
+#[derive(Serialize, Deserialize)]
+struct Saved {
+    /// The host's start that its times count from.
+    boot: String,
+    state: State,
+}
+
+/// A state that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// Another daemon uses the directory.
+    #[error("another ebbd uses {directory:?}; end it first, or choose another --state")]
+    InUse {
+        /// The directory.
+        directory: PathBuf,
+    },
+    /// The system refuses an operation.
+    #[error("cannot {action} {path:?}: {source}")]
+    Io {
+        /// The operation.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+}
+
+impl Store {
+    /// Opens a directory, which is created if it does not exist.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn open(directory: &Path) -> Result<Self, StoreError> {
+        let failed =
+            |action| move |source| StoreError::Io { action, path: directory.to_owned(), source };
+        fs::create_dir_all(directory).map_err(failed("create"))?;
+        let lock = File::open(directory).map_err(failed("open"))?;
+        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                return Err(StoreError::InUse { directory: directory.to_owned() });
+            }
+            Err(errno) => return Err(failed("lock")(errno.into())),
+        }
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let boot = boot.trim().to_owned();
+        Ok(Self { directory: directory.to_owned(), _lock: lock, boot })
+    }
+
+    fn path(&self) -> PathBuf {
+        self.directory.join("state.json")
+    }
+
+    /// Reads the state. Without a file, or with one that is damaged, nothing is known; a damaged
+    /// one is kept under another name. After a restart of the host, history and holds remain.
+    pub fn load(&self) -> State {
+        let path = self.path();
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return State::default(),
+            Err(error) => {
+                tracing::warn!("{}: {error}; beginning without it", path.display());
+                return State::default();
+            }
+        };
+        match serde_json::from_str::<Saved>(&text) {
+            Ok(saved) if saved.boot == self.boot => saved.state,
+            Ok(saved) => {
+                let mut state = State::with_history(saved.state.history.clone());
+                saved.state.held().for_each(|machine| state.hold(machine, true));
+                state
+            }
+            Err(error) => {
+                let aside = self.directory.join("state.json.damaged");
+                tracing::warn!(
+                    "{}: {error}; beginning without it, and keeping it as {}",
+                    path.display(),
+                    aside.display()
+                );
+                // If it cannot be renamed, it is overwritten.
+                let _ = fs::rename(&path, &aside);
+                State::default()
+            }
+        }
+    }
+
+    /// Replaces the file.
+    ///
+    /// # Errors
+    /// [`StoreError::Io`]; the old file is still there.
+    pub fn save(&self, state: &State) -> Result<(), StoreError> {
+        let new = self.directory.join("state.json.new");
+        let failed = |action| move |source| StoreError::Io { action, path: self.path(), source };
+        let saved = Saved { boot: self.boot.clone(), state: state.clone() };
+        let text = serde_json::to_vec(&saved).map_err(|error| failed("write")(error.into()))?;
+        let written = File::create(&new)
+            .and_then(|mut file| {
+                file.write_all(&text)?;
+                file.sync_all()
+            })
+            .and_then(|()| fs::rename(&new, self.path()));
+        if written.is_err() {
+            // It takes up room.
+            let _ = fs::remove_file(&new);
+        }
+        written.map_err(failed("write"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn held(state: &State) -> Vec<&str> {
+        state.held().collect()
+    }
+
+    #[test]
+    fn it_is_read_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(&directory.path().join("new")).unwrap();
+        assert_eq!(store.load(), State::default());
+        let mut state = State::default();
+        state.hold("db", true);
+        store.save(&state).unwrap();
+        assert_eq!(store.load(), state);
+    }
+
+    #[test]
+    fn after_a_restart_of_the_host_holds_and_history_remain() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut store = Store::open(directory.path()).unwrap();
+        let mut state = State::default();
+        state.hold("db", true);
+        state.host.since_ms = 1_000_000;
+        store.save(&state).unwrap();
+        store.boot = "another".into();
+        let loaded = store.load();
+        assert_eq!((held(&loaded), loaded.host.since_ms), (vec!["db"], 0));
+    }
+
+    #[test]
+    fn a_damaged_file_is_kept_aside() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(directory.path()).unwrap();
+        for text in ["", "{", "{\"boot\": \"\", \"state\": 5}", "\u{0}\u{0}"] {
+            fs::write(directory.path().join("state.json"), text).unwrap();
+            assert_eq!(store.load(), State::default());
+            let aside = fs::read_to_string(directory.path().join("state.json.damaged")).unwrap();
+            assert_eq!(aside, text);
+        }
+        store.save(&State::default()).unwrap();
+    }
+
+    #[test]
+    fn a_second_daemon_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let first = Store::open(directory.path()).unwrap();
+        let error = Store::open(directory.path()).unwrap_err();
+        assert!(error.to_string().contains("another ebbd uses"), "{error}");
+        drop(first);
+        Store::open(directory.path()).unwrap();
+    }
+}
