@@ -12,6 +12,8 @@ use ebb_vmm::checkpoint::{CheckpointError, CheckpointInfo, Held};
 use ebb_vmm::size::ByteSize;
 use serde::Serialize;
 
+use crate::columns::columns;
+
 const AFTER_HELP: &str = "\
 ALONE is memory that a checkpoint's process shares with no other process: what would be free without
 it. It grows while the machine that it was made of, and those that were made from it, change their
@@ -190,14 +192,5 @@ fn table(listed: &[Listed]) -> String {
             info.forks.to_string(),
         ]);
     }
-    let width = |column: usize| lines.iter().map(|line| line[column].len()).max().unwrap_or(0);
-    let widths: [usize; 6] = std::array::from_fn(width);
-    let mut text = String::new();
-    for line in &lines {
-        let cells: Vec<_> =
-            line.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
-        text.push_str(cells.join("  ").trim_end());
-        text.push('\n');
-    }
-    text
+    columns(&lines)
 }

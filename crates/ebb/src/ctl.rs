@@ -337,12 +337,12 @@ fn write_table(out: &mut Vec<u8>, rows: &[Row]) -> std::io::Result<()> {
     Ok(())
 }
 
-fn bytes(number: u64) -> String {
+pub(crate) fn bytes(number: u64) -> String {
     ByteSize::from_bytes(number).rounded().to_string()
 }
 
 /// Formats milliseconds for people.
-fn duration(ms: u64) -> String {
+pub(crate) fn duration(ms: u64) -> String {
     let seconds = ms / 1000;
     match seconds {
         0 => format!("{ms} ms"),

@@ -2,6 +2,7 @@
 //! man pages and completions (`crates/packages`).
 
 mod checkpoints;
+mod columns;
 mod console;
 mod cp;
 mod ctl;
@@ -13,6 +14,7 @@ mod flags;
 mod fork;
 mod guest;
 mod hooks;
+mod host;
 mod host_options;
 mod merge_broker;
 mod migrate;
@@ -71,6 +73,8 @@ enum Command {
     Cp(cp::Args),
     /// Connect with the serial line of a running virtual machine
     Console(console::Args),
+    /// Show what `ebbd` does about the memory of this host's machines, and why
+    Host(host::Args),
     /// Own the stable pages that machines of one trust domain share
     MergeBroker(merge_broker::Args),
     /// Check whether this machine can run guests, and what to do if not
@@ -111,6 +115,7 @@ pub fn main() -> ExitCode {
             Command::Exec(args) => Ok(exec::run(args)),
             Command::Cp(args) => cp::run(args),
             Command::Console(args) => console::run(&args),
+            Command::Host(args) => host::run(args),
             Command::MergeBroker(args) => merge_broker::run(args),
             Command::Doctor(args) => doctor::run(&args),
             Command::ExtractVmlinux(args) => extract_vmlinux::run(args),
