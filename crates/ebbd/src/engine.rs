@@ -108,7 +108,11 @@ impl Engine {
     }
 
     fn discover(&mut self) {
-        let rhythm = Rhythm { interval: Duration::from_millis(self.config.interval_ms) };
+        let rhythm = Rhythm {
+            interval: Duration::from_millis(self.config.interval_ms),
+            // Two of three answers may be late.
+            fresh_ms: self.config.policy.stale_ms / 3,
+        };
         let unreadable = self.fleet.discover(&self.config.machines, rhythm);
         self.problems.retain(|about, _| !about.starts_with('/'));
         for (folder, problem) in unreadable {

@@ -29,6 +29,7 @@ const MOST_ORDERS: usize = 4;
 #[derive(Debug, Default)]
 pub struct Fleet {
     links: BTreeMap<PathBuf, Link>,
+    rhythm: Rhythm,
 }
 
 /// One machine: the task that speaks with its monitor, and what that has seen.
@@ -60,16 +61,22 @@ pub struct View {
 }
 
 /// How machines are asked.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rhythm {
     /// Pause between two questions.
     pub interval: Duration,
+    /// Guests are asked for statistics when the old ones have this age, in milliseconds.
+    pub fresh_ms: u64,
 }
 
 impl Fleet {
     /// Begins with machines whose sockets are new, and ends with those whose sockets have gone.
     /// Returns directories that cannot be read, with the reason.
     pub fn discover(&mut self, folders: &[PathBuf], rhythm: Rhythm) -> Vec<(PathBuf, String)> {
+        if self.rhythm != rhythm {
+            self.links.clear();
+            self.rhythm = rhythm;
+        }
         let mut unreadable = Vec::new();
         let mut found = Vec::new();
         for folder in folders {
@@ -218,7 +225,7 @@ async fn converse(
     view: &Mutex<View>,
 ) -> Trouble {
     loop {
-        match within(monitor.look(now_ms())).await {
+        match within(monitor.look(now_ms(), rhythm.fresh_ms)).await {
             Ok(seen) => {
                 let mut view = lock(view);
                 (view.seen, view.trouble) = (Some(seen), None);

@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    ebbd::program::main()
+    ebbd::program::main(std::env::args_os())
 }

@@ -1,5 +1,6 @@
 //! The command line.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
@@ -52,10 +53,10 @@ pub struct Args {
     log: LogArgs,
 }
 
-/// Runs the program.
-pub fn main() -> ExitCode {
-    let args = Args::parse();
-    let log = LogArgs::clone(&args.log);
+/// Runs the program with these arguments, the first of which is its name.
+pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let args = Args::parse_from(arguments);
+    let log = args.log.clone();
     ebb_program::run("ebbd", &log, std::io::stderr, || run(&args))
 }
 

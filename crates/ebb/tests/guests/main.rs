@@ -28,6 +28,7 @@ mod fork_bad;
 mod forked;
 mod guest;
 mod harness;
+mod host;
 mod hostile;
 mod hostile_driver;
 mod inflate;
@@ -87,6 +88,7 @@ const TESTS: &[&[Test]] = &[
     statistics::TESTS,
     lifecycle::TESTS,
     leases::TESTS,
+    host::TESTS,
     ends::TESTS,
     devices::TESTS,
     exec::TESTS,
@@ -140,6 +142,9 @@ fn main() -> ExitCode {
     }
     if words.get(1).is_some_and(|first| first == false_agent::ARGUMENT) {
         return false_agent::main();
+    }
+    if words.get(1).is_some_and(|first| first == host::ARGUMENT) {
+        return ebbd::program::main(std::env::args_os().skip(1));
     }
     if let Some((hostile_driver::attacker::ARGUMENT, rest)) =
         words.get(1).map(|first| (first.as_str(), &words[2..]))

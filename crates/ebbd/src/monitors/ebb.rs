@@ -18,8 +18,6 @@ use super::http::{Answer, Http};
 use super::process::Process;
 use super::{Seen, Trouble};
 
-/// Statistics of this age are good enough: the guest is asked for new ones when they are older.
-const FRESH_MS: u64 = 5_000;
 /// What costs the monitor more is asked for once in so many looks.
 const RARELY: u64 = 5;
 /// The longest time of a trim, a park or a reclaim.
@@ -94,7 +92,7 @@ impl Ebb {
         self.http.process()
     }
 
-    pub(super) async fn look(&mut self, now_ms: u64) -> Result<Seen, Trouble> {
+    pub(super) async fn look(&mut self, now_ms: u64, fresh_ms: u64) -> Result<Seen, Trouble> {
         if self.looks.is_multiple_of(RARELY) {
             // It counts the resident pages, which takes milliseconds.
             self.machine = document(self.http.ask(Method::GET, "/vm", None).await?)?;
@@ -104,9 +102,9 @@ impl Ebb {
         let balloon: Option<BalloonInfo> =
             if answer.status == 404 { None } else { Some(document(answer)?) };
         let balloon = balloon.filter(|balloon| balloon.state != "driver_absent");
-        let is_old = |said: &Statistics| said.taken_ms + FRESH_MS <= now_ms;
+        let is_old = |said: &Statistics| said.taken_ms + fresh_ms <= now_ms;
         if balloon.is_some() && self.is_running() && self.statistics.as_ref().is_none_or(is_old) {
-            self.statistics = self.ask_statistics(now_ms).await?;
+            self.statistics = self.ask_statistics(now_ms, fresh_ms).await?;
         }
         let mut means = vec![Mean::Trim, Mean::Pause];
         let has = |name: &str| {
@@ -139,8 +137,12 @@ impl Ebb {
     }
 
     /// The guest's statistics; the old ones if it does not answer.
-    async fn ask_statistics(&mut self, now_ms: u64) -> Result<Option<Statistics>, Trouble> {
-        let target = format!("/balloon/statistics?max_age_ms={FRESH_MS}");
+    async fn ask_statistics(
+        &mut self,
+        now_ms: u64,
+        fresh_ms: u64,
+    ) -> Result<Option<Statistics>, Trouble> {
+        let target = format!("/balloon/statistics?max_age_ms={fresh_ms}");
         let mut answer = self.http.ask(Method::GET, &target, None).await?;
         if answer.status != 200 {
             answer.body = answer.body["error"]["last_known"].take();

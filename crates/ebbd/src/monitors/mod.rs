@@ -101,13 +101,14 @@ impl Monitor {
         }
     }
 
-    /// Asks for the machine's state. `now_ms` is the snapshot's clock.
+    /// Asks for the machine's state. `now_ms` is the snapshot's clock; the guest is asked for
+    /// statistics when those that are there are older than `fresh_ms`.
     ///
     /// # Errors
     /// [`Trouble`]; the connection is of no further use.
-    pub async fn look(&mut self, now_ms: u64) -> Result<Seen, Trouble> {
+    pub async fn look(&mut self, now_ms: u64, fresh_ms: u64) -> Result<Seen, Trouble> {
         match self {
-            Self::Ebb(ebb) => ebb.look(now_ms).await,
+            Self::Ebb(ebb) => ebb.look(now_ms, fresh_ms).await,
         }
     }
 

@@ -1,0 +1,339 @@
+//! `ebbd` and `ebb host`: what is taken from machines, that it is given back however the daemon
+//! ends, and that a bad monitor costs only its own machine.
+
+use std::fs;
+use std::io::{Read as _, Write as _};
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::process::{Child, Command as Program, Output, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use ebb_agent::protocol::Command;
+use ebb_vmm::api::VmState;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::guest::{Guest, MIB};
+use crate::harness::{Scene, Test, eventually, when};
+use crate::setup::Setup;
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("host::idle_memory_is_taken", 240, idle_memory_is_taken),
+    Test::new("host::nothing_stays_squeezed", 300, nothing_stays_squeezed),
+    Test::new("host::bad_monitors", 240, bad_monitors),
+];
+
+/// First argument that runs this program as the daemon.
+pub const ARGUMENT: &str = "ebbd";
+
+/// A host that is always pressed, so that whatever can be taken is taken.
+const PRESSED: &str = "tight_percent = 99\npressed_percent = 98\nemergency_percent = 1\n\
+                       stale_ms = 2500\nlease_ms = 4000\nidle_ms = 1000\n";
+/// A host that never is.
+const PLENTY: &str = "tight_percent = 3\npressed_percent = 2\nemergency_percent = 1\n\
+                      stale_ms = 2500\nlease_ms = 4000\n";
+
+/// A running daemon.
+struct Daemon<'a> {
+    scene: &'a Scene,
+    child: Child,
+}
+
+impl<'a> Daemon<'a> {
+    fn program(scene: &Scene) -> Program {
+        let mut program = Program::new(std::env::current_exe().unwrap());
+        program.args([ARGUMENT, "--log", "info", "--config"]).arg(scene.path("ebbd.toml"));
+        program.arg("--socket").arg(scene.path("ebbd.sock"));
+        program.arg("--state").arg(scene.path("state"));
+        program.stdin(Stdio::null());
+        program
+    }
+
+    fn configure(scene: &Scene, policy: &str) {
+        let folder = folder(scene);
+        let text = format!("machines = [{folder:?}]\ninterval_ms = 500\n[policy]\n{policy}");
+        fs::write(scene.path("ebbd.toml"), text).unwrap();
+    }
+
+    #[track_caller]
+    fn start(scene: &'a Scene, policy: &str) -> Self {
+        Self::configure(scene, policy);
+        let log = fs::File::options().create(true).append(true).open(scene.path("ebbd.log"));
+        let child = Self::program(scene).stderr(log.unwrap()).spawn().unwrap();
+        let daemon = Self { scene, child };
+        eventually("the daemon answers", 20, || {
+            let output = daemon.ebb(&["status"]);
+            when(output.status.success(), || format!("{output:?}"))
+        });
+        daemon
+    }
+
+    /// `ebb host` with these arguments.
+    fn ebb(&self, arguments: &[&str]) -> Output {
+        let mut program = Program::new(&self.scene.world.ebb);
+        program.args(["host", "--socket"]).arg(self.scene.path("ebbd.sock")).args(arguments);
+        program.output().unwrap()
+    }
+
+    /// What it prints, which must succeed.
+    #[track_caller]
+    fn text(&self, arguments: &[&str]) -> String {
+        let output = self.ebb(arguments);
+        assert!(output.status.success(), "{arguments:?}: {output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    #[track_caller]
+    fn json(&self, arguments: &[&str]) -> Value {
+        let text = self.text(&[arguments, &["--json"]].concat());
+        serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
+    }
+
+    #[track_caller]
+    fn refused(&self, arguments: &[&str]) -> String {
+        let output = self.ebb(arguments);
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    }
+
+    /// The document about a machine.
+    #[track_caller]
+    fn machine(&self, name: &str) -> Value {
+        let status = self.json(&["status"]);
+        let machines = status["machines"].as_array().unwrap();
+        let found = machines.iter().find(|machine| machine["name"] == name);
+        found.unwrap_or_else(|| panic!("no {name} in {status}")).clone()
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = Pid::from_raw(self.child.id().cast_signed()).unwrap();
+        kill_process(pid, signal).unwrap();
+    }
+
+    /// Ends it and waits; returns its exit code.
+    fn end(&mut self, signal: Signal) -> Option<i32> {
+        self.signal(signal);
+        self.child.wait().unwrap().code()
+    }
+}
+
+impl Drop for Daemon<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            let log = fs::read_to_string(self.scene.path("ebbd.log")).unwrap_or_default();
+            eprintln!("{log}");
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The directory of the machines' sockets.
+fn folder(scene: &Scene) -> PathBuf {
+    let folder = scene.path("machines");
+    fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
+fn machine(scene: &Scene, name: &str) -> Guest {
+    folder(scene);
+    Setup::new(scene).balloon("reporting=off").socket(&format!("machines/{name}.sock")).start()
+}
+
+fn idle_memory_is_taken(scene: &Scene) {
+    let guest = machine(scene, "web-1");
+    guest.run(Command::AllocTouchExit { bytes: 200 * MIB });
+    let before = guest.resident();
+    let mut daemon = Daemon::start(scene, PRESSED);
+    eventually("the guest's free memory is taken", 60, || {
+        let now = guest.resident();
+        when(now + 150 * MIB < before, || format!("{before} -> {now}"))
+    });
+    eventually("the decision is shown", 20, || {
+        let shown = daemon.machine("web-1");
+        let is_there = shown["monitor"] == "ebb" && shown["explanation"]["rule"].is_object();
+        when(is_there && shown["trouble"].is_null(), || shown.to_string())
+    });
+    let log = fs::read_to_string(scene.path("ebbd.log")).unwrap();
+    assert!(log.contains("ordered machine=\"web-1\" action=Park"), "{log}");
+    let text = daemon.text(&["explain", "web-1"]);
+    for word in ["resident", "because", "action", "means", "available"] {
+        assert!(text.contains(word), "no {word}: {text}");
+    }
+    assert!(daemon.text(&[]).contains("host pressed"), "{}", daemon.text(&[]));
+    assert!(daemon.json(&["plan"])["machines"][0]["explanation"].is_object());
+    // A machine that is held is left alone.
+    assert_eq!(daemon.json(&["hold", "web-1"])["is_held"], true);
+    guest.run(Command::AllocTouchExit { bytes: 200 * MIB });
+    thread::sleep(Duration::from_secs(4));
+    let held = guest.resident();
+    assert!(held + 50 * MIB > before, "{before} -> {held}");
+    eventually("the hold is the reason", 20, || {
+        let rule = daemon.machine("web-1")["explanation"]["rule"]["name"].clone();
+        when(rule == "held", || rule.to_string())
+    });
+    // It is remembered.
+    assert_eq!(daemon.end(Signal::KILL), None);
+    daemon = Daemon::start(scene, PRESSED);
+    assert_eq!(daemon.machine("web-1")["is_held"], true);
+    assert!(daemon.text(&["release", "web-1"]).contains("no longer held"));
+    assert!(daemon.refused(&["hold", "web-2"]).contains("no machine \"web-2\""));
+    assert!(daemon.refused(&["explain", "web-2"]).contains("ebb host status lists them"));
+    assert!(daemon.refused(&["fit", "--memory", "1G", "--profile", "x"]).contains("no profile"));
+    // A pressed host has no room.
+    assert_eq!(daemon.json(&["fit", "--memory", "1G"])["machines"], 0);
+    // A second daemon is refused, the first one goes on.
+    let second = Daemon::program(scene).output().unwrap();
+    assert_eq!(second.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&second.stderr).contains("another ebbd"), "{second:?}");
+    // A mistake in the configuration changes nothing.
+    Daemon::configure(scene, "tight_percent = 200\n");
+    assert!(daemon.refused(&["settings", "--reload"]).contains("below 100"));
+    assert_eq!(daemon.json(&["settings"])["policy"]["tight_percent"], 99);
+    Daemon::configure(scene, PLENTY);
+    assert_eq!(daemon.json(&["settings", "--reload"])["policy"]["tight_percent"], 3);
+    eventually("the host has plenty", 60, || {
+        let level = daemon.json(&["status"])["level"].clone();
+        when(level == "plenty", || level.to_string())
+    });
+    let fit = daemon.json(&["fit", "--memory", "64M"]);
+    assert!(fit["machines"].as_u64().unwrap() > 0, "{fit}");
+    assert_eq!(daemon.end(Signal::TERM), Some(0));
+    assert!(!scene.path("ebbd.sock").exists());
+    assert!(daemon.refused(&["status"]).contains("no ebbd serves"));
+    assert_eq!(guest.wrong_pages(), 0);
+}
+
+/// A ceiling of 384 MiB for a machine of 512: a balloon that is always there.
+const CEILING: &str = "[policy.default]\nceiling_bytes = 402653184\nreserve_bytes = 33554432\n";
+
+fn nothing_stays_squeezed(scene: &Scene) {
+    let guest = machine(scene, "web-1");
+    let policy = format!("{PLENTY}{CEILING}");
+    let mut daemon = Daemon::start(scene, &policy);
+    let squeezed = || {
+        eventually("the balloon has its size", 60, || {
+            let info = guest.balloon();
+            let is_there = info.actual_bytes >= 120 * MIB && info.lease_ms.is_some();
+            when(is_there, || format!("{info:?}"))
+        });
+    };
+    let released = || {
+        eventually("the balloon is released", 30, || {
+            let info = guest.balloon();
+            when(info.target_bytes == 0 && info.actual_bytes == 0, || format!("{info:?}"))
+        });
+    };
+    squeezed();
+    // It stays for longer than its lease.
+    for _ in 0..12 {
+        thread::sleep(Duration::from_millis(500));
+        assert!(guest.balloon().target_bytes > 0);
+    }
+    // A daemon that has been killed, one that stands still, and one that ends.
+    assert_eq!(daemon.end(Signal::KILL), None);
+    released();
+    daemon = Daemon::start(scene, &policy);
+    squeezed();
+    daemon.signal(Signal::STOP);
+    released();
+    daemon.signal(Signal::CONT);
+    squeezed();
+    assert_eq!(daemon.end(Signal::TERM), Some(0));
+    released();
+    assert_eq!(guest.vm().state, VmState::Running);
+    // With a disk that is full, nothing is remembered, and all else works.
+    let state = scene.path("state");
+    let size = "size=4k";
+    rustix::mount::mount(
+        "none",
+        &state,
+        "tmpfs",
+        rustix::mount::MountFlags::empty(),
+        Some(std::ffi::CString::new(size).unwrap().as_c_str()),
+    )
+    .unwrap();
+    fs::write(state.join("ballast"), vec![0; 4096]).unwrap();
+    daemon = Daemon::start(scene, &policy);
+    squeezed();
+    let problems = daemon.json(&["status"])["problems"].to_string();
+    assert!(problems.contains("the state is not saved"), "{problems}");
+    assert_eq!(daemon.end(Signal::KILL), None);
+    released();
+    rustix::mount::unmount(&state, rustix::mount::UnmountFlags::DETACH).unwrap();
+}
+
+/// Servers behind sockets of the directory that are no monitors.
+fn bad_servers(scene: &Scene) {
+    let endless = "HTTP/1.1 200 OK\r\nServer: ebb/1\r\nContent-Length: 999999999999\r\n\r\n";
+    let wrong = "HTTP/1.1 200 OK\r\nServer: ebb/1\r\nContent-Length: 2\r\n\r\n[]";
+    let other = "HTTP/1.1 200 OK\r\nServer: nginx\r\nContent-Length: 2\r\n\r\n{}";
+    for (name, text) in [
+        ("silent", ""),
+        ("garbage", "\x1b[31mgarbage\r\n\r\n\r\n"),
+        ("endless", endless),
+        ("wrong", wrong),
+        ("other", other),
+    ] {
+        let listener = UnixListener::bind(folder(scene).join(format!("{name}.sock"))).unwrap();
+        let text = text.to_owned();
+        thread::spawn(move || {
+            // Until the test's directory is removed; connections stay open.
+            let mut open = Vec::new();
+            while let Ok((mut client, _)) = listener.accept() {
+                if !text.is_empty() {
+                    let _ = client.read(&mut [0; 4096]);
+                    let _ = client.write_all(text.as_bytes());
+                }
+                open.push(client);
+            }
+        });
+    }
+}
+
+fn bad_monitors(scene: &Scene) {
+    bad_servers(scene);
+    fs::write(folder(scene).join("file.sock"), "no socket").unwrap();
+    let dead = UnixListener::bind(folder(scene).join("dead.sock")).unwrap();
+    drop(dead);
+    let stopped = machine(scene, "stopped");
+    let good = machine(scene, "good");
+    good.run(Command::AllocTouchExit { bytes: 200 * MIB });
+    stopped.signal(Signal::STOP);
+    let before = good.resident();
+    let daemon = Daemon::start(scene, PRESSED);
+    eventually("the good machine is taken care of", 60, || {
+        let now = good.resident();
+        when(now + 150 * MIB < before, || format!("{before} -> {now}"))
+    });
+    for (name, words) in [
+        ("silent", "did not answer within"),
+        ("stopped", "did not answer within"),
+        ("garbage", "not understood"),
+        ("endless", "did not answer within"),
+        ("wrong", "not understood"),
+        ("other", "calls itself 'nginx'"),
+        ("dead", "not served"),
+    ] {
+        eventually("its trouble is shown", 30, || {
+            let shown = daemon.machine(name);
+            let trouble = shown["trouble"].as_str().unwrap_or_default();
+            when(trouble.contains(words), || format!("{name}: {shown}"))
+        });
+    }
+    let text = daemon.text(&["status"]);
+    assert!(!text.contains('\x1b') && !text.contains("file"), "{text}");
+    let log = fs::read_to_string(scene.path("ebbd.log")).unwrap();
+    assert!(log.len() < 10_000, "{} bytes: {log}", log.len());
+    // It goes on as soon as it answers; a socket that vanishes is no longer shown.
+    stopped.signal(Signal::CONT);
+    fs::remove_file(folder(scene).join("other.sock")).unwrap();
+    eventually("the stopped monitor is back", 60, || {
+        let shown = daemon.machine("stopped");
+        let status = daemon.json(&["status"]).to_string();
+        let is_back = shown["trouble"].is_null() && shown["machine"].is_object();
+        when(is_back && !status.contains("other"), || status)
+    });
+}
