@@ -12,7 +12,9 @@ use ebb_host_policy::{
 use crate::config::{Config, ConfigError};
 use crate::fleet::{Fleet, Link, Rhythm, View};
 use crate::host::{Source, Unreadable};
+use crate::monitors::Undo;
 use crate::store::Store;
+use crate::watchdog::{Entry, Watchdog};
 
 /// How often directories are searched for sockets.
 const DISCOVER_MS: u64 = 2_000;
@@ -31,6 +33,7 @@ pub struct Engine {
     fleet: Fleet,
     state: State,
     store: Store,
+    watchdog: Watchdog,
     last: Option<Last>,
     /// The balloons that this daemon has set: their targets, and when their leases were renewed.
     leases: BTreeMap<String, Lease>,
@@ -66,7 +69,7 @@ impl Last {
 
 impl Engine {
     /// A daemon that has not decided anything yet.
-    pub fn new(config: Config, path: Option<PathBuf>, store: Store) -> Self {
+    pub fn new(config: Config, path: Option<PathBuf>, store: Store, watchdog: Watchdog) -> Self {
         let source = Source::new(config.cgroup.clone());
         let state = store.load();
         Self {
@@ -76,6 +79,7 @@ impl Engine {
             fleet: Fleet::default(),
             state,
             store,
+            watchdog,
             last: None,
             leases: BTreeMap::new(),
             problems: BTreeMap::new(),
@@ -138,8 +142,9 @@ impl Engine {
                 ordered.insert(order.machine.clone());
                 self.lease(&order.machine, target_bytes, at_ms);
             }
-            self.order(&order.machine, order.action);
+            self.order(&order.machine, order.action, at_ms);
         }
+        self.watch(at_ms);
         self.renew(&snapshot.machines, &ordered, at_ms);
         let (last, state) = Last::of(snapshot, decision);
         if self.last.as_ref().is_none_or(|before| before.level != last.level) {
@@ -148,10 +153,37 @@ impl Engine {
         (self.last, self.state) = (Some(last), state);
     }
 
-    fn order(&self, machine: &str, action: Action) {
+    fn order(&mut self, machine: &str, action: Action, now_ms: u64) {
         let lease = Duration::from_millis(self.config.policy.lease_ms);
-        if let Some(link) = self.fleet.named(machine) {
-            link.order(action, lease);
+        let Some((socket, link)) = self.fleet.named(machine) else { return };
+        if !link.view().undoes_itself
+            && let Some(undo) = Undo::of(action)
+        {
+            let entry = Entry { socket: socket.to_owned(), undo };
+            if let Err(error) = self.watchdog.keep(&entry, now_ms) {
+                return self.problem("watchdog", format!("nothing is taken: {error}"));
+            }
+        }
+        link.order(action, lease);
+    }
+
+    /// Settles what is recorded for the case that this process dies: what is undone is forgotten,
+    /// and what an earlier daemon has left is undone.
+    fn watch(&mut self, now_ms: u64) {
+        for entry in self.watchdog.entries() {
+            let link = self.fleet.behind(&entry.socket);
+            if link.map_or(!entry.socket.exists(), |link| link.view().is_undone(entry.undo)) {
+                self.watchdog.settle(&entry, now_ms);
+            }
+        }
+        for entry in self.watchdog.inherited() {
+            if let Some(link) = self.fleet.behind(&entry.socket) {
+                link.order(entry.undo.action(), Duration::ZERO);
+            }
+        }
+        match self.watchdog.beat() {
+            Ok(()) => self.solve("watchdog"),
+            Err(error) => self.problem("watchdog", error.to_string()),
         }
     }
 
@@ -184,14 +216,20 @@ impl Engine {
             is_same
         });
         for (machine, target_bytes) in renewed {
-            self.order(&machine, Action::Balloon { target_bytes });
+            self.order(&machine, Action::Balloon { target_bytes }, at_ms);
         }
     }
 
     /// Gives back everything that this daemon has taken, before it ends.
     pub fn release(&mut self) {
+        let released = Action::Balloon { target_bytes: 0 };
         for machine in std::mem::take(&mut self.leases).into_keys() {
-            self.order(&machine, Action::Balloon { target_bytes: 0 });
+            self.order(&machine, released, 0);
+        }
+        for Entry { socket, undo } in self.watchdog.entries() {
+            if let Some(link) = self.fleet.behind(&socket) {
+                link.order(undo.action(), Duration::ZERO);
+            }
         }
         self.save();
     }

@@ -14,7 +14,7 @@ use tokio::time::timeout;
 
 use crate::clock::now_ms;
 use crate::monitors::process::{Process, Usage};
-use crate::monitors::{Kind, Monitor, Seen, Trouble};
+use crate::monitors::{Kind, Monitor, Seen, Trouble, Undo};
 
 /// The most machines; more sockets are ignored.
 const MOST_MACHINES: usize = 10_000;
@@ -58,6 +58,8 @@ pub struct View {
     process: Option<Arc<Process>>,
     /// Why it cannot be used now.
     pub trouble: Option<Trouble>,
+    /// Whether it undoes by itself what is leased.
+    pub undoes_itself: bool,
 }
 
 /// How machines are asked.
@@ -107,9 +109,14 @@ impl Fleet {
         self.links.iter().map(|(path, link)| (path.as_path(), link))
     }
 
-    /// The machine of this name: the first of several.
-    pub fn named(&self, name: &str) -> Option<&Link> {
-        self.links.values().find(|link| link.name == name)
+    /// The machine of this name, and its socket: the first of several.
+    pub fn named(&self, name: &str) -> Option<(&Path, &Link)> {
+        self.links().find(|(_, link)| link.name == name)
+    }
+
+    /// The machine behind a socket.
+    pub fn behind(&self, socket: &Path) -> Option<&Link> {
+        self.links.get(socket)
     }
 }
 
@@ -177,6 +184,17 @@ impl View {
         })
     }
 
+    /// Whether this is known to be undone.
+    pub fn is_undone(&self, undo: Undo) -> bool {
+        let Some(seen) = self.seen.as_ref().filter(|_| self.trouble.is_none()) else {
+            return false;
+        };
+        match undo {
+            Undo::Balloon => seen.balloon.is_none_or(|balloon| balloon.target_bytes == 0),
+            Undo::Pause => !seen.is_paused,
+        }
+    }
+
     /// Its process.
     pub fn pid(&self) -> Option<u32> {
         self.process.as_ref().map(|process| process.pid())
@@ -202,6 +220,7 @@ async fn serve(
                 {
                     let mut view = lock(&view);
                     (view.kind, view.process) = (Some(monitor.kind()), Some(monitor.process()));
+                    view.undoes_itself = monitor.undoes_itself();
                 }
                 pause = first;
                 converse(monitor, rhythm, &mut orders, &view).await

@@ -15,3 +15,4 @@ pub mod host;
 pub mod monitors;
 pub mod program;
 pub mod store;
+pub mod watchdog;

@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    ebbd::program::main(std::env::args_os())
+    ebbd::program::main(&["/proc/self/exe"], std::env::args_os().skip(1).collect())
 }

@@ -19,6 +19,7 @@ use crate::clock::now_ms;
 use crate::config::Config;
 use crate::engine::Engine;
 use crate::store::Store;
+use crate::watchdog::{self, Watchdog};
 
 /// The configuration that is read if none is given.
 const CONFIG: &str = "/etc/ebb/ebbd.toml";
@@ -53,14 +54,17 @@ pub struct Args {
     log: LogArgs,
 }
 
-/// Runs the program with these arguments, the first of which is its name.
-pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
-    let args = Args::parse_from(arguments);
+/// Runs the program. `words` run it: the path of a file, and what comes before its own arguments.
+pub fn main(words: &[&str], arguments: Vec<OsString>) -> ExitCode {
+    if arguments.first().is_some_and(|first| first == watchdog::ARGUMENT) {
+        return watchdog::main();
+    }
+    let args = Args::parse_from([OsString::from("ebbd")].into_iter().chain(arguments));
     let log = args.log.clone();
-    ebb_program::run("ebbd", &log, std::io::stderr, || run(&args))
+    ebb_program::run("ebbd", &log, std::io::stderr, || run(&args, words))
 }
 
-fn run(args: &Args) -> anyhow::Result<ExitCode> {
+fn run(args: &Args, words: &[&str]) -> anyhow::Result<ExitCode> {
     let default = PathBuf::from(CONFIG);
     let path = match &args.config {
         Some(path) => Some(path.clone()),
@@ -77,7 +81,9 @@ fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     let store = Store::open(&args.state)?;
     let (name, listener) = SocketFile::listen(&args.socket, Mode::RUSR | Mode::WUSR, BACKLOG)?;
-    let engine = Arc::new(Mutex::new(Engine::new(config, path, store)));
+    let words = words.iter().map(OsString::from).collect();
+    let watchdog = Watchdog::new(words, &args.state);
+    let engine = Arc::new(Mutex::new(Engine::new(config, path, store, watchdog)));
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

@@ -144,7 +144,8 @@ fn main() -> ExitCode {
         return false_agent::main();
     }
     if words.get(1).is_some_and(|first| first == host::ARGUMENT) {
-        return ebbd::program::main(std::env::args_os().skip(1));
+        let words = ["/proc/self/exe", host::ARGUMENT];
+        return ebbd::program::main(&words, std::env::args_os().skip(2).collect());
     }
     if let Some((hostile_driver::attacker::ARGUMENT, rest)) =
         words.get(1).map(|first| (first.as_str(), &words[2..]))

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ebb_host_policy::{Action, Balloon, Means, Statistics};
+use serde::{Deserialize, Serialize};
 use tokio::net::UnixStream;
 
 use ebb::Ebb;
@@ -101,6 +102,13 @@ impl Monitor {
         }
     }
 
+    /// Whether it undoes a balloon and a pause by itself when their lease ends.
+    pub fn undoes_itself(&self) -> bool {
+        match self {
+            Self::Ebb(_) => true,
+        }
+    }
+
     /// Asks for the machine's state. `now_ms` is the snapshot's clock; the guest is asked for
     /// statistics when those that are there are older than `fresh_ms`.
     ///
@@ -123,6 +131,43 @@ impl Monitor {
             Self::Ebb(ebb) => ebb.act(action, lease).await,
         }
     }
+}
+
+/// What an action leaves behind that has to be undone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Undo {
+    /// A balloon is released.
+    Balloon,
+    /// A pause ends.
+    Pause,
+}
+
+impl Undo {
+    /// What an action leaves behind.
+    pub fn of(action: Action) -> Option<Self> {
+        match action {
+            Action::Balloon { target_bytes } if target_bytes > 0 => Some(Self::Balloon),
+            Action::Pause { .. } => Some(Self::Pause),
+            _ => None,
+        }
+    }
+
+    /// The action that undoes it.
+    pub fn action(self) -> Action {
+        match self {
+            Self::Balloon => Action::Balloon { target_bytes: 0 },
+            Self::Pause => Action::Resume,
+        }
+    }
+}
+
+/// Undoes what was done to the machine behind a socket, by this process or another one.
+///
+/// # Errors
+/// [`Trouble`]. It may be tried again.
+pub async fn undo(path: &Path, undo: Undo) -> Result<(), Trouble> {
+    Monitor::connect(path).await?.act(undo.action(), Duration::ZERO).await
 }
 
 /// Connects with a socket, and finds the process behind it.
