@@ -148,7 +148,8 @@ impl Qemu {
             None => None,
         };
         let statistics = said.and_then(|said| self.place(said, now_ms));
-        if statistics.is_none_or(|said| said.taken_ms.saturating_add(OLD_MS) <= now_ms) {
+        let is_old = |said: Statistics| said.taken_ms.saturating_add(OLD_MS) <= now_ms;
+        if state == RunState::Running && statistics.is_none_or(is_old) {
             self.poll_statistics().await?;
         }
         let has_answered = said.is_some_and(|said| said.last_update.is_some());
