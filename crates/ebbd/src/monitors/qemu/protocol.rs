@@ -205,7 +205,7 @@ mod tests {
     #[test]
     fn a_request_is_one_line() {
         let line = request(3, "qom-get", &json!({ "path": "/a\n" }));
-        assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1);
+        assert_eq!(line.iter().position(|byte| *byte == b'\n'), Some(line.len() - 1));
         let sent: Value = serde_json::from_slice(&line).unwrap();
         assert_eq!(sent, json!({ "execute": "qom-get", "id": 3, "arguments": { "path": "/a\n" } }));
         let sent: Value = serde_json::from_slice(&request(4, "stop", &Value::Null)).unwrap();
