@@ -109,13 +109,13 @@ fn reply(document: &impl Serialize) -> Response {
 /// The routes.
 pub fn router(engine: Shared) -> Router {
     Router::new()
-        .route("/status", get(status))
-        .route("/plan", get(plan))
-        .route("/fit", get(fit))
-        .route("/hold", put(|engine, named| hold(engine, named, true)))
-        .route("/release", put(|engine, named| hold(engine, named, false)))
-        .route("/config", get(config))
-        .route("/config/reload", put(reload))
+        .route("/status", get(async |engine| status(engine)))
+        .route("/plan", get(async |engine| plan(engine)))
+        .route("/fit", get(async |engine, room| fit(engine, room)))
+        .route("/hold", put(async |engine, named| hold(engine, named, true)))
+        .route("/release", put(async |engine, named| hold(engine, named, false)))
+        .route("/config", get(async |engine| config(engine)))
+        .route("/config/reload", put(async |engine| reload(engine)))
         .fallback(async || {
             Problem::new(StatusCode::NOT_FOUND, "there is no such path", "docs/host.md lists them")
         })
@@ -127,12 +127,12 @@ pub fn router(engine: Shared) -> Router {
         .with_state(engine)
 }
 
-async fn status(State(engine): State<Shared>) -> Result<Response, Problem> {
+fn status(State(engine): State<Shared>) -> Result<Response, Problem> {
     let status = lock(&engine).status().ok_or_else(Problem::too_early)?;
     Ok(reply(&status))
 }
 
-async fn plan(State(engine): State<Shared>) -> Result<Response, Problem> {
+fn plan(State(engine): State<Shared>) -> Result<Response, Problem> {
     let failed = |error: crate::host::Unreadable| {
         Problem::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string(), "")
     };
@@ -140,7 +140,7 @@ async fn plan(State(engine): State<Shared>) -> Result<Response, Problem> {
     Ok(reply(&plan))
 }
 
-async fn fit(
+fn fit(
     State(engine): State<Shared>,
     room: Result<Query<Room>, QueryRejection>,
 ) -> Result<Response, Problem> {
@@ -157,7 +157,7 @@ async fn fit(
     Ok(reply(&engine.fit(&room).ok_or_else(Problem::too_early)?))
 }
 
-async fn hold(
+fn hold(
     State(engine): State<Shared>,
     named: Result<Json<Named>, JsonRejection>,
     is_held: bool,
@@ -170,11 +170,11 @@ async fn hold(
     Ok(reply(&status))
 }
 
-async fn config(State(engine): State<Shared>) -> Response {
+fn config(State(engine): State<Shared>) -> Response {
     reply(lock(&engine).config())
 }
 
-async fn reload(State(engine): State<Shared>) -> Result<Response, Problem> {
+fn reload(State(engine): State<Shared>) -> Result<Response, Problem> {
     let mut engine = lock(&engine);
     engine.reload().map_err(|error| {
         let remedy = "mend the file; the old configuration is still in force";

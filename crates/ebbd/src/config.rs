@@ -83,11 +83,14 @@ impl Config {
         }
         let paths = self.machines.iter().chain(&self.cgroup);
         if let Some(path) = paths.into_iter().find(|path| !path.is_absolute()) {
-            return Err(format!("{path:?} is not an absolute path; begin it with a slash"));
+            return Err(format!(
+                "{} is not an absolute path; begin it with a slash",
+                path.display()
+            ));
         }
         let mut folders = BTreeSet::new();
         if let Some(path) = self.machines.iter().find(|path| !folders.insert(*path)) {
-            return Err(format!("machines: {path:?} is there twice; remove one of them"));
+            return Err(format!("machines: {} is there twice; remove one", path.display()));
         }
         self.policy.check().map_err(|contradiction| format!("policy: {contradiction}"))
     }

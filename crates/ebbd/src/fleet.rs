@@ -96,10 +96,8 @@ impl Fleet {
         found.truncate(MOST_MACHINES);
         self.links.retain(|path, _| found.binary_search(path).is_ok());
         for path in found {
-            if !self.links.contains_key(&path) {
-                let link = Link::start(&path, rhythm);
-                self.links.insert(path, link);
-            }
+            let new = |path: &PathBuf| Link::start(path, rhythm);
+            self.links.entry(path).or_insert_with_key(new);
         }
         unreadable
     }

@@ -36,7 +36,7 @@ impl Source {
     /// [`Unreadable`]: without /proc/meminfo nothing can be decided, without the rest less.
     pub fn read(&self) -> Result<Host, Unreadable> {
         let path = self.proc.join("meminfo");
-        let text = self.text(&path)?;
+        let text = read(&path)?;
         let bytes = |name: &str| field(&text, name).map(|kib| kib.saturating_mul(1024));
         let missing = |name: &str| Unreadable {
             path: path.clone(),
@@ -61,10 +61,6 @@ impl Source {
     fn swapped_out(&self) -> u64 {
         let text = fs::read_to_string(self.proc.join("vmstat")).unwrap_or_default();
         field(&text, "pswpout").unwrap_or(0).saturating_mul(4096)
-    }
-
-    fn text(&self, path: &Path) -> Result<String, Unreadable> {
-        read(path)
     }
 }
 

@@ -79,9 +79,10 @@ impl Http {
         let server = server.unwrap_or_default().to_owned();
         let body = Limited::new(body, MOST_BYTES).collect().await;
         let body = body.map_err(|error| nonsense(&error))?.to_bytes();
-        let body = match body.is_empty() {
-            true => Value::Null,
-            false => serde_json::from_slice(&body).map_err(|error| nonsense(&error))?,
+        let body = if body.is_empty() {
+            Value::Null
+        } else {
+            serde_json::from_slice(&body).map_err(|error| nonsense(&error))?
         };
         Ok(Answer { status: head.status.as_u16(), server, body })
     }

@@ -6,6 +6,7 @@
 pub mod ebb;
 mod http;
 pub mod process;
+pub mod qemu;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use tokio::net::UnixStream;
 
 use ebb::Ebb;
 use process::Process;
+use qemu::Qemu;
 
 /// What a monitor says about its machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,6 +60,8 @@ pub enum Trouble {
 pub enum Kind {
     /// This project's.
     Ebb,
+    /// QEMU.
+    Qemu,
 }
 
 impl Kind {
@@ -65,6 +69,7 @@ impl Kind {
     pub fn name(self) -> &'static str {
         match self {
             Self::Ebb => "ebb",
+            Self::Qemu => "qemu",
         }
     }
 }
@@ -74,6 +79,8 @@ impl Kind {
 pub enum Monitor {
     /// This project's.
     Ebb(Ebb),
+    /// QEMU.
+    Qemu(Qemu),
 }
 
 /// The longest answer that is read, in bytes.
@@ -85,6 +92,15 @@ impl Monitor {
     /// # Errors
     /// [`Trouble`], also for a server that is none of the known monitors.
     pub async fn connect(path: &Path) -> Result<Self, Trouble> {
+        let (stream, process) = connect(path).await?;
+        // QMP's servers speak first, those of HTTP never do.
+        if qemu::greets(&stream).await {
+            return Ok(Self::Qemu(Qemu::start(stream, process).await?));
+        }
+        if qemu::is_name(&process) {
+            return Err(qemu::busy());
+        }
+        drop(stream);
         Ok(Self::Ebb(Ebb::connect(path).await?))
     }
 
@@ -92,6 +108,7 @@ impl Monitor {
     pub fn kind(&self) -> Kind {
         match self {
             Self::Ebb(_) => Kind::Ebb,
+            Self::Qemu(_) => Kind::Qemu,
         }
     }
 
@@ -99,13 +116,16 @@ impl Monitor {
     pub fn process(&self) -> Arc<Process> {
         match self {
             Self::Ebb(ebb) => ebb.process(),
+            Self::Qemu(qemu) => qemu.process(),
         }
     }
 
-    /// Whether it undoes a balloon and a pause by itself when their lease ends.
+    /// Whether it undoes a balloon and a pause by itself when their lease ends. Otherwise the
+    /// [watchdog](crate::watchdog) does, if this process dies.
     pub fn undoes_itself(&self) -> bool {
         match self {
             Self::Ebb(_) => true,
+            Self::Qemu(_) => false,
         }
     }
 
@@ -117,11 +137,12 @@ impl Monitor {
     pub async fn look(&mut self, now_ms: u64, fresh_ms: u64) -> Result<Seen, Trouble> {
         match self {
             Self::Ebb(ebb) => ebb.look(now_ms, fresh_ms).await,
+            Self::Qemu(qemu) => qemu.look(now_ms).await,
         }
     }
 
     /// Carries out an action. A balloon and a pause are undone by the monitor after `lease`, if it
-    /// can do that.
+    /// can do that ([`Self::undoes_itself`]).
     ///
     /// # Errors
     /// [`Trouble`]; after [`Trouble::Refused`] and [`Trouble::Unable`] the connection is still of
@@ -129,6 +150,7 @@ impl Monitor {
     pub async fn act(&mut self, action: Action, lease: Duration) -> Result<(), Trouble> {
         match self {
             Self::Ebb(ebb) => ebb.act(action, lease).await,
+            Self::Qemu(qemu) => qemu.act(action).await,
         }
     }
 }
@@ -165,7 +187,7 @@ impl Undo {
 /// Undoes what was done to the machine behind a socket, by this process or another one.
 ///
 /// # Errors
-/// [`Trouble`]. It may be tried again.
+/// [`Trouble`]. It may be tried again: a monitor may take a moment to see that a client has left.
 pub async fn undo(path: &Path, undo: Undo) -> Result<(), Trouble> {
     Monitor::connect(path).await?.act(undo.action(), Duration::ZERO).await
 }

@@ -50,6 +50,14 @@ impl Process {
         self.pid
     }
 
+    /// The name that it has given itself, or that of its program (`comm`, proc_pid_comm(5)).
+    ///
+    /// # Errors
+    /// It has ended.
+    pub fn name(&self) -> io::Result<String> {
+        Ok(self.read("comm")?.trim_end().to_owned())
+    }
+
     /// What it occupies now.
     ///
     /// # Errors
@@ -113,6 +121,7 @@ mod tests {
         let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();
         let process = Process::of(child.id()).unwrap();
         assert!(process.usage().unwrap().resident_bytes > 0);
+        assert_eq!(process.name().unwrap(), "sleep");
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(process.usage().is_err());
