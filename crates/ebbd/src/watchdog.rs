@@ -86,6 +86,7 @@ impl Watchdog {
     /// # Errors
     /// It must not be done.
     pub fn keep(&mut self, entry: &Entry, now_ms: u64) -> Result<(), Unrecorded> {
+        self.inherited.retain(|other| other != entry);
         if self.entries.insert(entry.clone(), now_ms).is_some() {
             return Ok(());
         }
@@ -212,6 +213,13 @@ mod tests {
         assert_eq!(second.inherited(), [entry("b")]);
         second.settle(&entry("b"), 0);
         assert_eq!(watchdog("", path).inherited(), []);
+        // What is done again is no longer an earlier daemon's.
+        second.keep(&entry("c"), 20_000).unwrap();
+        let mut third = watchdog("cat >/dev/null", path);
+        third.keep(&entry("c"), 30_000).unwrap();
+        assert_eq!(third.inherited(), []);
+        third.settle(&entry("c"), 31_000);
+        assert_eq!(third.entries(), [entry("c")]);
     }
 
     #[test]
