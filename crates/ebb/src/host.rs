@@ -23,6 +23,8 @@ Example: ebb host status
          ebb host explain web-1
          ebb host fit --memory 5G --profile web";
 
+/// The daemon's socket.
+pub(crate) const SOCKET: &str = "/run/ebb/ebbd.sock";
 /// Time limit of the daemon's answer.
 const TIME_LIMIT: Duration = Duration::from_secs(10);
 
@@ -31,7 +33,7 @@ const TIME_LIMIT: Duration = Duration::from_secs(10);
 #[command(after_help = AFTER_HELP)]
 pub struct Args {
     /// The daemon's socket
-    #[arg(long, global = true, value_name = "PATH", default_value = "/run/ebb/ebbd.sock")]
+    #[arg(long, global = true, value_name = "PATH", default_value = SOCKET)]
     socket: PathBuf,
     /// Print one JSON document instead of a table
     #[arg(long, global = true)]
@@ -88,15 +90,18 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 }
 
 /// A client's error in terms of the daemon.
-fn of_the_daemon(error: ClientError) -> anyhow::Error {
+pub(crate) fn of_the_daemon(error: ClientError) -> anyhow::Error {
     let start = "start it (systemctl start ebbd), or give its --socket";
     match error {
         ClientError::NoSocket { path } | ClientError::NotListening { path } => {
-            anyhow!("no ebbd serves {path:?}: {start}")
+            anyhow!("no ebbd serves {}: {start}", path.display())
         }
-        ClientError::NotASocket { path } => anyhow!("{path:?} is not a socket: {start}"),
+        ClientError::NotASocket { path } => {
+            anyhow!("{} is not a socket: {start}", path.display())
+        }
         ClientError::PermissionDenied { path } => {
-            anyhow!("no permission to use {path:?}: only the daemon's user (and root) may")
+            let path = path.display();
+            anyhow!("no permission to use {path}: only the daemon's user (and root) may")
         }
         other => other.into(),
     }
@@ -191,7 +196,9 @@ fn host_text(status: &Status) -> String {
         cause_text(*cause, *level)
     );
     for problem in &status.problems {
-        text.push_str(&format!("problem: {}\n", ebb_program::printable(problem)));
+        text.push_str("problem: ");
+        text.push_str(&ebb_program::printable(problem));
+        text.push('\n');
     }
     text
 }

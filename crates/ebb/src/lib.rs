@@ -1,6 +1,7 @@
 //! The command line of Ebb. Its only users are the program `ebb`, and the program that writes its
 //! man pages and completions (`crates/packages`).
 
+mod admission;
 mod checkpoints;
 mod columns;
 mod console;

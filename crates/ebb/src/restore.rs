@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use ebb_vmm::snapshot::SnapshotFile;
 use ebb_vmm::vm::{self, ChangedDisks, Start};
 
+use crate::admission::{NO_ROOM, Room, ViaArgs};
 use crate::overrides::OverrideArgs;
 use crate::run::run_machine;
 
@@ -36,6 +37,8 @@ pub struct Args {
     snapshot: PathBuf,
     #[command(flatten)]
     overrides: OverrideArgs,
+    #[command(flatten)]
+    via: ViaArgs,
     /// Stay paused until `ebb ctl SOCKET resume`
     #[arg(long, requires = "api")]
     paused: bool,
@@ -66,6 +69,10 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     }
     if args.verify {
         crate::snapshot::verify(&snapshot)?;
+    }
+    let memory_bytes = snapshot.state.machine.memory_bytes;
+    if args.via.ask(args.overrides.host.api.as_deref(), memory_bytes)? == Room::None {
+        return Ok(ExitCode::from(NO_ROOM));
     }
     let end = args.overrides.host.end;
     let overrides = args.overrides.into_overrides();

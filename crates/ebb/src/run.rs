@@ -17,6 +17,7 @@ use ebb_vmm::exit::GuestExit;
 use ebb_vmm::log;
 use ebb_vmm::probe::{self, KvmQuality};
 
+use crate::admission::{NO_ROOM, Room, ViaArgs};
 use crate::flags::word;
 use crate::host_options::{CLOCK_FORM, EmulatedKvm, EndArgs, HostArgs};
 
@@ -26,7 +27,7 @@ Sizes take K, M, G and T for powers of 1024.
 Exit codes: 0 the guest powered off, 1 it could not be started, 2 wrong usage, 3 it rebooted (with
 --on-reboot exit), 4 it crashed (triple fault, or a kernel panic reported by the pvpanic driver),
 5 KVM or the monitor failed, 6 ended by SIGTERM, SIGINT, SIGHUP or Ctrl-A x, 7 killed through the
-API, 8 it has migrated to another monitor.
+API, 8 it has migrated to another monitor, 9 the host has no room for it (--via).
 
 Example: ebb run --kernel /boot/vmlinuz-6.1.0-amd64 --initrd guest.cpio \\
              --cmdline 'console=ttyS0' --memory 1G --api /run/ebb.sock";
@@ -111,6 +112,8 @@ pub struct Args {
     #[arg(long, value_name = CLOCK_FORM, default_value_t)]
     clock: ClockPolicy,
     #[command(flatten)]
+    via: ViaArgs,
+    #[command(flatten)]
     host: HostArgs,
 }
 
@@ -167,6 +170,9 @@ fn check_kvm() -> anyhow::Result<()> {
 /// Runs the guest; the exit code reports how it ended.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let end = args.host.end;
+    if args.via.ask(args.host.api.as_deref(), args.memory.size.bytes())? == Room::None {
+        return Ok(ExitCode::from(NO_ROOM));
+    }
     let config = match args.into_config() {
         Ok(config) => config,
         Err(error) => {

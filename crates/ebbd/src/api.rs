@@ -6,10 +6,12 @@
 //! | `GET /plan` | the same for a decision that would be made now, and is not carried out |
 //! | `GET /fit?memory_bytes=N&profile=P` | how many more machines fit ([`Fit`]) |
 //! | `PUT /hold`, `PUT /release` with [`Named`] | a machine is held, or no longer |
+//! | `PUT /admit` with [`Arrival`] | whether a machine may start ([`Admission`]) |
 //! | `GET /config` | the configuration in force ([`Config`]) |
 //! | `PUT /config/reload` | reads the file again |
 //!
 //! [`Status`]: ebb_host_policy::report::Status
+//! [`Admission`]: ebb_host_policy::report::Admission
 //! [`Fit`]: ebb_host_policy::Fit
 //! [`Config`]: crate::config::Config
 
@@ -25,7 +27,7 @@ use axum::extract::{DefaultBodyLimit, Json, Query, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, put};
-use ebb_host_policy::report::{Named, Room};
+use ebb_host_policy::report::{Arrival, Named, Room};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -34,20 +36,27 @@ use serde_json::json;
 use tokio::net::UnixListener;
 use tokio::sync::Semaphore;
 
+use crate::admission::Ticket;
 use crate::clock::now_ms;
 use crate::engine::Engine;
 
 /// The engine, which the loop and all clients share.
 pub type Shared = Arc<Mutex<Engine>>;
 
-/// Most clients at a time; others wait.
-const MOST_CLIENTS: usize = 64;
+/// Most clients at a time; others wait. More than can wait for room.
+const MOST_CLIENTS: usize = 600;
 /// Longest body of a request, in bytes.
 const MOST_BODY_BYTES: usize = 64 << 10;
 /// Time limit for the head of a request, from the connection or from the last answer.
 const HEAD_LIMIT: Duration = Duration::from_secs(10);
 /// Time limit for everything on a connection.
 const CONNECTION_LIMIT: Duration = Duration::from_secs(600);
+/// The longest name of a machine: that of a file.
+const MOST_NAME_BYTES: usize = 255;
+/// The longest wait for room, in milliseconds: a little less than a connection may take.
+const MOST_WAIT_MS: u64 = 590_000;
+/// How often a machine that waits is considered.
+const ADMIT_AGAIN: Duration = Duration::from_millis(250);
 /// How long no client is accepted after the system had no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -114,6 +123,7 @@ pub fn router(engine: Shared) -> Router {
         .route("/fit", get(async |engine, room| fit(engine, room)))
         .route("/hold", put(async |engine, named| hold(engine, named, true)))
         .route("/release", put(async |engine, named| hold(engine, named, false)))
+        .route("/admit", put(admit))
         .route("/config", get(async |engine| config(engine)))
         .route("/config/reload", put(async |engine| reload(engine)))
         .fallback(async || {
@@ -145,16 +155,59 @@ fn fit(
     room: Result<Query<Room>, QueryRejection>,
 ) -> Result<Response, Problem> {
     let Query(room) = room?;
-    let engine = lock(&engine);
+    let mut engine = lock(&engine);
     if !engine.has_profile(&room.profile) {
         return Err(Problem::no_profile(&room.profile));
     }
-    if room.memory_bytes == 0 {
-        let message = "memory_bytes is 0";
-        let remedy = "give the size of one machine";
+    check_size(room.memory_bytes)?;
+    Ok(reply(&engine.fit(&room, now_ms()).ok_or_else(Problem::too_early)?))
+}
+
+fn check_size(memory_bytes: u64) -> Result<(), Problem> {
+    if memory_bytes > 0 {
+        return Ok(());
+    }
+    let remedy = "give the size of one machine";
+    Err(Problem::new(StatusCode::UNPROCESSABLE_ENTITY, "memory_bytes is 0", remedy))
+}
+
+/// A place in the queue, which is left when its client leaves.
+struct Place {
+    engine: Shared,
+    ticket: Ticket,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        lock(&self.engine).admissions().leave(self.ticket);
+    }
+}
+
+async fn admit(
+    State(engine): State<Shared>,
+    arrival: Result<Json<Arrival>, JsonRejection>,
+) -> Result<Response, Problem> {
+    let Json(arrival) = arrival?;
+    check_size(arrival.memory_bytes)?;
+    if arrival.machine.is_empty() || arrival.machine.len() > MOST_NAME_BYTES {
+        let message = format!("the name has {} bytes", arrival.machine.len());
+        let remedy = "give one of 1 to 255";
         return Err(Problem::new(StatusCode::UNPROCESSABLE_ENTITY, message, remedy));
     }
-    Ok(reply(&engine.fit(&room).ok_or_else(Problem::too_early)?))
+    let ticket = lock(&engine).admissions().enter().ok_or_else(|| {
+        let message = "too many machines wait for room";
+        Problem::new(StatusCode::SERVICE_UNAVAILABLE, message, "try again later")
+    })?;
+    let place = Place { engine: engine.clone(), ticket };
+    let until_ms = now_ms().saturating_add(arrival.wait_ms.min(MOST_WAIT_MS));
+    loop {
+        let admission = lock(&engine).admit(&arrival, place.ticket, now_ms());
+        let is_admitted = admission.as_ref().is_some_and(|admission| admission.is_admitted);
+        if is_admitted || now_ms() >= until_ms {
+            return Ok(reply(&admission.ok_or_else(Problem::too_early)?));
+        }
+        tokio::time::sleep(ADMIT_AGAIN).await;
+    }
 }
 
 fn hold(

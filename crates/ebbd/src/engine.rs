@@ -4,11 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ebb_host_policy::report::{MachineStatus, Room, Status};
+use ebb_host_policy::report::{Admission, Arrival, MachineStatus, Room, Status};
 use ebb_host_policy::{
     Action, Cause, Decision, Explanation, Fit, Level, Machine, Snapshot, State, decide, fit,
 };
 
+use crate::admission::{Admissions, KEPT_MS, Ticket};
 use crate::config::{Config, ConfigError};
 use crate::fleet::{Fleet, Link, Rhythm, View};
 use crate::host::{Source, Unreadable};
@@ -34,6 +35,7 @@ pub struct Engine {
     state: State,
     store: Store,
     watchdog: Watchdog,
+    admissions: Admissions,
     last: Option<Last>,
     /// The balloons that this daemon has set: their targets, and when their leases were renewed.
     leases: BTreeMap<String, Lease>,
@@ -80,6 +82,7 @@ impl Engine {
             state,
             store,
             watchdog,
+            admissions: Admissions::default(),
             last: None,
             leases: BTreeMap::new(),
             problems: BTreeMap::new(),
@@ -299,10 +302,34 @@ impl Engine {
     }
 
     /// How many more machines fit; `None` before the first decision.
-    pub fn fit(&self, room: &Room) -> Option<Fit> {
+    pub fn fit(&mut self, room: &Room, now_ms: u64) -> Option<Fit> {
+        self.fit_most(&room.profile, room.memory_bytes, MOST_FIT, now_ms)
+    }
+
+    fn fit_most(&mut self, profile: &str, size_bytes: u64, most: u64, now_ms: u64) -> Option<Fit> {
         let snapshot = &self.last.as_ref()?.snapshot;
-        let Room { memory_bytes, profile } = room;
-        Some(fit(snapshot, &self.state, &self.config.policy, profile, *memory_bytes, MOST_FIT))
+        let snapshot = self.admissions.with_kept(snapshot, now_ms);
+        Some(fit(&snapshot, &self.state, &self.config.policy, profile, size_bytes, most))
+    }
+
+    /// Machines that are about to start.
+    pub fn admissions(&mut self) -> &mut Admissions {
+        &mut self.admissions
+    }
+
+    /// Whether a machine may start, if none waits before it; room is then kept for it. `None`
+    /// before the first decision.
+    pub fn admit(&mut self, arrival: &Arrival, ticket: Ticket, now_ms: u64) -> Option<Admission> {
+        let profile = self.config.policy.profile(&arrival.machine).0.to_owned();
+        let fit = self.fit_most(&profile, arrival.memory_bytes, 1, now_ms)?;
+        let before = self.admissions.before(ticket) as u64;
+        let is_admitted = before == 0 && fit.machines > 0;
+        if is_admitted {
+            self.admissions.leave(ticket);
+            self.admissions.keep(&arrival.machine, arrival.memory_bytes, now_ms);
+        }
+        let kept_ms = if is_admitted { KEPT_MS } else { 0 };
+        Some(Admission { is_admitted, kept_ms, before, fit })
     }
 
     /// Whether a profile of this name is configured.

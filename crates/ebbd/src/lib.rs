@@ -6,6 +6,7 @@
 //!
 //! What is decided is in the crate `ebb-host-policy`, which does no I/O.
 
+pub mod admission;
 pub mod api;
 pub mod clock;
 pub mod config;

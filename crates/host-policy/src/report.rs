@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::explain::Explanation;
+use crate::history::Fit;
 use crate::level::{Cause, Level};
 use crate::snapshot::{Host, Machine};
 
@@ -57,6 +58,33 @@ pub struct MachineStatus {
 pub struct Named {
     /// The machine.
     pub machine: String,
+}
+
+/// A machine that is about to start.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Arrival {
+    /// Its name: with it, it will be found among the host's machines. Its profile follows from it.
+    pub machine: String,
+    /// Its size.
+    pub memory_bytes: u64,
+    /// How long to wait for room, in milliseconds: machines are admitted in the order in which they
+    /// were announced.
+    #[serde(default)]
+    pub wait_ms: u64,
+}
+
+/// Whether a machine may start.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Admission {
+    /// Whether there is room, which is kept for it for a while.
+    pub is_admitted: bool,
+    /// How long room is kept, in milliseconds; 0 if there is none.
+    pub kept_ms: u64,
+    /// Machines that wait before it.
+    pub before: u64,
+    /// The numbers behind it: whether one more fits, with those that were admitted.
+    pub fit: Fit,
 }
 
 /// What is asked about room for machines.

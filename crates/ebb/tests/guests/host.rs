@@ -10,7 +10,8 @@ use std::thread;
 use std::time::Duration;
 
 use ebb_agent::protocol::Command;
-use ebb_vmm::api::VmState;
+use ebb_host_policy::report::{Admission, Arrival};
+use ebb_vmm::api::{Client, VmState};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -53,7 +54,8 @@ impl<'a> Daemon<'a> {
 
     fn configure(scene: &Scene, policy: &str) {
         let folder = folder(scene);
-        let text = format!("machines = [{folder:?}]\ninterval_ms = 500\n[policy]\n{policy}");
+        let text =
+            format!("machines = [\"{}\"]\ninterval_ms = 500\n[policy]\n{policy}", folder.display());
         fs::write(scene.path("ebbd.toml"), text).unwrap();
     }
 
@@ -184,6 +186,16 @@ fn idle_memory_is_taken(scene: &Scene) {
     assert!(daemon.refused(&["fit", "--memory", "1G", "--profile", "x"]).contains("no profile"));
     // A pressed host has no room.
     assert_eq!(daemon.json(&["fit", "--memory", "1G"])["machines"], 0);
+    let run = |memory: &str| {
+        let mut program = Program::new(&scene.world.ebb);
+        program.args(["run", "--memory", memory, "--via"]).arg(scene.path("ebbd.sock"));
+        program.arg("--api").arg(folder(scene).join("web-2.sock"));
+        program.arg("--kernel").arg(&scene.world.vmlinux).output().unwrap()
+    };
+    let refused = run("64M");
+    assert_eq!(refused.status.code(), Some(9), "{refused:?}");
+    let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(text.contains("no room") && text.contains("the host is pressed"), "{text}");
     // A second daemon is refused, the first one goes on.
     let second = Daemon::program(scene).output().unwrap();
     assert_eq!(second.status.code(), Some(1));
@@ -200,10 +212,44 @@ fn idle_memory_is_taken(scene: &Scene) {
     });
     let fit = daemon.json(&["fit", "--memory", "64M"]);
     assert!(fit["machines"].as_u64().unwrap() > 0, "{fit}");
+    admitted_in_order(scene, &daemon);
+    assert_eq!(run("900G").status.code(), Some(9));
     assert_eq!(daemon.end(Signal::TERM), Some(0));
     assert!(!scene.path("ebbd.sock").exists());
     assert!(daemon.refused(&["status"]).contains("no ebbd serves"));
     assert_eq!(guest.wrong_pages(), 0);
+}
+
+/// Room is kept for those that were admitted, and those that came first are first.
+fn admitted_in_order(scene: &Scene, daemon: &Daemon) {
+    let client = || Client::new(scene.path("ebbd.sock"), Duration::from_secs(30));
+    let ask = |name: &str, memory_bytes: u64, wait_ms: u64| -> Admission {
+        let machine = name.to_owned();
+        client().put_json("/admit", &Arrival { machine, memory_bytes, wait_ms }).unwrap()
+    };
+    let room = daemon.json(&["fit", "--memory", "256M"])["machines"].as_u64().unwrap();
+    assert!(room > 1);
+    assert!(ask("new-1", 256 * MIB, 0).is_admitted);
+    assert_eq!(daemon.json(&["fit", "--memory", "256M"])["machines"], room - 1);
+    // One that is too large waits, a small one waits behind it until it gives up.
+    thread::scope(|scope| {
+        let large = scope.spawn(|| ask("new-2", 1 << 45, 4000));
+        eventually("the large one waits", 20, || {
+            let small = ask("new-3", 64 * MIB, 0);
+            when(!small.is_admitted && small.before == 1, || format!("{small:?}"))
+        });
+        assert!(ask("new-3", 64 * MIB, 20_000).is_admitted);
+        assert!(!large.join().unwrap().is_admitted);
+    });
+    // The machine itself takes the room.
+    let sockets = scene.path("ebbd.sock").display().to_string();
+    let machine =
+        Setup::new(scene).socket("machines/new-1.sock").args(["--via", sockets.as_str()]).start();
+    eventually("the daemon sees it", 20, || {
+        let shown = daemon.machine("new-1");
+        when(shown["machine"].is_object(), || shown.to_string())
+    });
+    machine.end();
 }
 
 /// A ceiling of 384 MiB for a machine of 512: a balloon that is always there.
