@@ -11,6 +11,7 @@ use clap::Parser;
 use ebb_local_io::SocketFile;
 use ebb_program::LogArgs;
 use rustix::fs::Mode;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{MissedTickBehavior, interval};
 
@@ -79,6 +80,7 @@ fn run(args: &Args, words: &[&str]) -> anyhow::Result<ExitCode> {
         println!("{name}: nothing is wrong");
         return Ok(ExitCode::SUCCESS);
     }
+    use_all_descriptors();
     let store = Store::open(&args.state)?;
     let (name, listener) = SocketFile::listen(&args.socket, Mode::RUSR | Mode::WUSR, BACKLOG)?;
     let words = words.iter().map(OsString::from).collect();
@@ -96,6 +98,13 @@ fn run(args: &Args, words: &[&str]) -> anyhow::Result<ExitCode> {
     })?;
     drop(name);
     Ok(ExitCode::SUCCESS)
+}
+
+/// Each machine takes three descriptors; the usual limit is 1024, and the highest one much higher.
+fn use_all_descriptors() {
+    let limit = getrlimit(Resource::Nofile);
+    // Otherwise there is room for fewer machines.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 struct Signals {

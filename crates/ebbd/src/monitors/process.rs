@@ -1,17 +1,20 @@
 //! The process of a monitor: what it occupies, and how long it has run.
 
 use std::fs::File;
-use std::io::{self, Read as _};
+use std::io;
+use std::os::unix::fs::FileExt as _;
 
 use rustix::fs::{Mode, OFlags};
 use rustix::net::sockopt::socket_peercred;
 use tokio::net::UnixStream;
 
-/// A process. Its directory in /proc is open, so that another one that gets the same number later
-/// is not taken for it.
+/// A process. Its files in /proc are open, so that another one that gets the same number later is
+/// not taken for it.
 #[derive(Debug)]
 pub struct Process {
-    directory: File,
+    status: File,
+    stat: File,
+    name: String,
     pid: u32,
 }
 
@@ -42,7 +45,13 @@ impl Process {
     /// # Errors
     /// It has ended.
     pub fn of(pid: u32) -> io::Result<Self> {
-        Ok(Self { directory: File::open(format!("/proc/{pid}"))?, pid })
+        let directory = File::open(format!("/proc/{pid}"))?;
+        let open = |name: &str| -> io::Result<File> {
+            let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+            Ok(rustix::fs::openat(&directory, name, flags, Mode::empty())?.into())
+        };
+        let name = read(&open("comm")?)?.trim_end().to_owned();
+        Ok(Self { status: open("status")?, stat: open("stat")?, name, pid })
     }
 
     /// Its number.
@@ -51,11 +60,8 @@ impl Process {
     }
 
     /// The name that it has given itself, or that of its program (`comm`, proc_pid_comm(5)).
-    ///
-    /// # Errors
-    /// It has ended.
-    pub fn name(&self) -> io::Result<String> {
-        Ok(self.read("comm")?.trim_end().to_owned())
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
     /// What it occupies now.
@@ -63,24 +69,22 @@ impl Process {
     /// # Errors
     /// It has ended.
     pub fn usage(&self) -> io::Result<Usage> {
-        let status = self.read("status")?;
+        let status = read(&self.status)?;
         let kib = |name| field(&status, name).unwrap_or(0) * 1024;
         let resident = ["RssAnon:", "RssShmem:", "HugetlbPages:"].into_iter().map(kib).sum();
-        let stat = self.read("stat")?;
         Ok(Usage {
             resident_bytes: resident,
             swapped_bytes: kib("VmSwap:"),
-            processor_ms: 10 * ticks(&stat).unwrap_or(0),
+            processor_ms: 10 * ticks(&read(&self.stat)?).unwrap_or(0),
         })
     }
+}
 
-    fn read(&self, name: &str) -> io::Result<String> {
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-        let file = rustix::fs::openat(&self.directory, name, flags, Mode::empty())?;
-        let mut text = String::new();
-        File::from(file).read_to_string(&mut text)?;
-        Ok(text)
-    }
+/// A file of /proc from its beginning, as far as it is used here.
+fn read(file: &File) -> io::Result<String> {
+    let mut text = [0; 4096];
+    let length = file.read_at(&mut text, 0)?;
+    Ok(String::from_utf8_lossy(&text[..length]).into_owned())
 }
 
 fn field(text: &str, name: &str) -> Option<u64> {
@@ -121,7 +125,7 @@ mod tests {
         let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();
         let process = Process::of(child.id()).unwrap();
         assert!(process.usage().unwrap().resident_bytes > 0);
-        assert_eq!(process.name().unwrap(), "sleep");
+        assert_eq!(process.name(), "sleep");
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(process.usage().is_err());
