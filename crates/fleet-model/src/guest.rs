@@ -19,7 +19,8 @@ pub struct Equipment {
 impl Equipment {
     /// Everything that Ebb's machines can do.
     pub fn ebb() -> Self {
-        let means = [Mean::Reporting, Mean::Reclaim, Mean::Trim, Mean::Park, Mean::Balloon];
+        let means =
+            [Mean::Reporting, Mean::Reclaim, Mean::Trim, Mean::Park, Mean::Balloon, Mean::Pause];
         Self { means: means.into_iter().collect(), deflates_on_oom: true }
     }
 
@@ -41,6 +42,10 @@ pub struct Troubles {
     pub stalled_ms: u64,
     /// Files read again because their pages had been evicted.
     pub refault_bytes: u64,
+    /// How often it was paused.
+    pub pauses: u64,
+    /// For how long, in milliseconds, whether it had work or not.
+    pub paused_ms: u64,
 }
 
 /// A machine while it runs.
@@ -70,6 +75,8 @@ pub(crate) struct Guest {
     is_parking: bool,
     is_reclaiming: bool,
     stuck_ms: u64,
+    /// The rest of a pause, in milliseconds.
+    pause_left_ms: u64,
     /// Work done and the time that it took, in microseconds.
     pub(crate) work_us: u64,
     pub(crate) working_us: u64,
@@ -128,6 +135,7 @@ impl Guest {
             is_parking: false,
             is_reclaiming: false,
             stuck_ms: 0,
+            pause_left_ms: 0,
             work_us: 0,
             working_us: 0,
             troubles: Troubles::default(),
@@ -178,6 +186,11 @@ impl Guest {
             }
             Action::Park if means.has(Mean::Park) => self.is_parking = true,
             Action::Reclaim if means.has(Mean::Reclaim) => self.is_reclaiming = true,
+            Action::Pause { for_ms } if means.has(Mean::Pause) => {
+                self.troubles.pauses += u64::from(!self.is_paused());
+                self.pause_left_ms = for_ms;
+            }
+            Action::Resume if means.has(Mean::Pause) => self.pause_left_ms = 0,
             // The model has no pages of zeros in use, and no files of stopped machines.
             _ => {}
         }
@@ -186,6 +199,10 @@ impl Guest {
     /// Lets one step pass. Returns whether the machine waited for the host.
     pub(crate) fn step(&mut self, host: &mut HostModel) -> bool {
         let Some(phase) = self.phase() else { return false };
+        if self.is_paused() {
+            self.stand_still(phase);
+            return false;
+        }
         let puffs = self.troubles.out_of_puff_ms;
         self.move_balloon(host);
         let is_busy = phase.activity == Activity::Work || self.troubles.out_of_puff_ms > puffs;
@@ -196,6 +213,22 @@ impl Guest {
         self.report(host);
         self.advance(phase, speed);
         is_fed == Fed::HostIsShort
+    }
+
+    pub(crate) fn is_paused(&self) -> bool {
+        self.pause_left_ms > 0
+    }
+
+    /// Whether its processors have something to do.
+    pub(crate) fn works(&self) -> bool {
+        !self.is_paused() && self.phase().is_some_and(|phase| phase.activity == Activity::Work)
+    }
+
+    /// Lets one step of a pause pass: only external events do not wait for the end.
+    fn stand_still(&mut self, phase: Phase) {
+        self.pause_left_ms = self.pause_left_ms.saturating_sub(STEP_MS);
+        self.troubles.paused_ms += STEP_MS;
+        self.advance(phase, if phase.activity == Activity::Wait { 1000 } else { 0 });
     }
 
     fn move_balloon(&mut self, host: &mut HostModel) {
@@ -388,7 +421,7 @@ impl Guest {
             resident_bytes: Some(self.resident()),
             swapped_bytes: Some(self.swapped_bytes),
             processor_ms: Some(self.processor_ms),
-            is_paused: false,
+            is_paused: self.is_paused(),
             balloon: self.equipment.means.has(Mean::Balloon).then_some(self.balloon),
             statistics: self.spoken,
             means: self.equipment.means,
@@ -396,6 +429,9 @@ impl Guest {
     }
 
     fn speak(&mut self, now_ms: u64) {
+        if self.is_paused() {
+            return;
+        }
         let age = now_ms - self.started_ms;
         let lies = match self.trace.statistics {
             Honesty::Silent => return,

@@ -51,8 +51,10 @@ pub fn decide(snapshot: &Snapshot, mut state: State, settings: &Settings) -> Dec
     let elapsed_ms = state.at_ms.map_or(0, |before| at_ms - before);
     let cause = state.host.judge(at_ms, &snapshot.host, settings);
     let level = state.host.level;
-    let mut round = Round { snapshot, settings, level, needed_bytes: 0, state };
-    let mut views = round.look(elapsed_ms);
+    let (needed_bytes, wanted_room_bytes) = (0, 0);
+    let mut round = Round { snapshot, settings, level, needed_bytes, wanted_room_bytes, state };
+    let mut views = round.look();
+    round.pause(&mut views, elapsed_ms);
     round.needed_bytes = round.needed();
     round.urgent(&mut views);
     round.take(&mut views);
@@ -61,25 +63,25 @@ pub fn decide(snapshot: &Snapshot, mut state: State, settings: &Settings) -> Dec
 }
 
 /// One machine in a decision.
-struct View<'a> {
-    machine: &'a Machine,
-    profile: &'a Profile,
+pub(crate) struct View<'a> {
+    pub(crate) machine: &'a Machine,
+    pub(crate) profile: &'a Profile,
     profile_name: &'a str,
     known: Result<Known, Doubt>,
-    memory: MachineState,
+    pub(crate) memory: MachineState,
     idle_ms: u64,
     new_kills: u64,
     action: Option<Action>,
-    rule: Option<Rule>,
+    pub(crate) rule: Option<Rule>,
     clamp: Option<Clamp>,
 }
 
 impl View<'_> {
-    fn decide(&mut self, rule: Rule, action: Option<Action>) {
+    pub(crate) fn decide(&mut self, rule: Rule, action: Option<Action>) {
         (self.rule, self.action) = (Some(rule), action);
     }
 
-    fn has(&self, mean: Mean) -> bool {
+    pub(crate) fn has(&self, mean: Mean) -> bool {
         self.machine.means.has(mean) && (mean != Mean::Balloon || self.machine.balloon.is_some())
     }
 
@@ -87,7 +89,7 @@ impl View<'_> {
         self.machine.balloon.map_or(0, |balloon| balloon.target_bytes)
     }
 
-    fn resident_bytes(&self) -> u64 {
+    pub(crate) fn resident_bytes(&self) -> u64 {
         self.machine.resident_bytes.unwrap_or(0)
     }
 
@@ -112,22 +114,24 @@ impl View<'_> {
     }
 }
 
-struct Round<'a> {
-    snapshot: &'a Snapshot,
-    settings: &'a Settings,
+pub(crate) struct Round<'a> {
+    pub(crate) snapshot: &'a Snapshot,
+    pub(crate) settings: &'a Settings,
     level: Level,
     /// What machines are to give.
     needed_bytes: u64,
-    state: State,
+    /// What a paused machine lacks to go on.
+    pub(crate) wanted_room_bytes: u64,
+    pub(crate) state: State,
 }
 
 impl<'a> Round<'a> {
-    fn at_ms(&self) -> u64 {
+    pub(crate) fn at_ms(&self) -> u64 {
         self.snapshot.at_ms
     }
 
     /// Compares all machines with what is remembered of them.
-    fn look(&mut self, elapsed_ms: u64) -> Vec<View<'a>> {
+    fn look(&mut self) -> Vec<View<'a>> {
         let (at_ms, settings) = (self.at_ms(), self.settings);
         let mut before = std::mem::take(&mut self.state.machines);
         let mut names = BTreeSet::new();
@@ -136,8 +140,7 @@ impl<'a> Round<'a> {
             let (profile_name, profile) = settings.profile(&machine.name);
             let known = assess(machine, at_ms, settings.stale_ms);
             let mut memory = before.remove(&machine.name).unwrap_or_default();
-            let (idle_ms, new_kills) =
-                memory.notice(machine, known.as_ref().ok(), at_ms, elapsed_ms);
+            let (idle_ms, new_kills) = memory.notice(machine, known.as_ref().ok(), at_ms);
             let rule = (!names.insert(&machine.name)).then_some(Rule::SameName);
             views.push(View {
                 machine,
@@ -154,6 +157,7 @@ impl<'a> Round<'a> {
         }
         // A hold survives the machine's absence.
         before.retain(|_, memory| memory.is_held);
+        before.values_mut().for_each(|memory| memory.paused_until_ms = None);
         self.state.machines = before;
         views
     }
@@ -165,7 +169,7 @@ impl<'a> Round<'a> {
         }
         let host = &self.snapshot.host;
         let wanted = part(host.total_bytes, self.settings.tight_percent * 115, 10_000);
-        wanted.saturating_sub(host.available_bytes)
+        wanted.saturating_sub(host.available_bytes).max(self.wanted_room_bytes)
     }
 
     /// Rules that apply at any level.
@@ -425,7 +429,8 @@ impl<'a> Round<'a> {
         for view in views {
             let rule = view.rule.unwrap_or(Rule::Enough { level: self.level });
             let name = &view.machine.name;
-            if is_new_second {
+            // A machine that stands still does not show what it needs.
+            if is_new_second && !view.machine.is_paused {
                 self.state.history.note(view.profile_name, view.machine, view.known.as_ref());
             }
             let mut memory = view.memory;

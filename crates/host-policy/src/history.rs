@@ -104,6 +104,8 @@ pub struct Fit {
     pub needed_by_one_bytes: u64,
     /// The host's level: above tight none fits.
     pub level: Level,
+    /// The number of machines that are paused to delay their growth: while there are any, none fits.
+    pub delayed: usize,
 }
 
 /// How many more machines of this size and profile fit, up to `most`.
@@ -148,8 +150,9 @@ pub fn fit(
         needed_bytes: all.mean_bytes(&grid),
         needed_by_one_bytes: one.mean_bytes(&grid),
         level: state.host.level,
+        delayed: state.machines.values().filter(|it| it.paused_until_ms.is_some()).count(),
     };
-    if state.host.level > Level::Tight {
+    if fit.level > Level::Tight || fit.delayed > 0 {
         fit.risk_of_next_ppm = 1_000_000;
         return fit;
     }

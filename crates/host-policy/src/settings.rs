@@ -32,6 +32,8 @@ pub struct Settings {
     pub lease_ms: u64,
     /// A machine that has done no work for this time is idle.
     pub idle_ms: u64,
+    /// The longest pause of a machine at a time, in milliseconds; 0: machines are never paused.
+    pub pause_ms: u64,
     /// The idle memory tax: 75 makes a page that is not used four times as expensive as one that
     /// is (Waldspurger, "Memory Resource Management in VMware ESX
     /// Server", OSDI 2002, section 5).
@@ -57,6 +59,7 @@ impl Default for Settings {
             stale_ms: 15_000,
             lease_ms: 30_000,
             idle_ms: 10_000,
+            pause_ms: 10_000,
             idle_tax_percent: 75,
             risk_ppm: 1000,
             default: Profile::default(),
@@ -98,7 +101,8 @@ impl Default for Profile {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Class {
-    /// Delays matter: memory is not taken from it before the host is pressed.
+    /// Delays matter: it is never paused, and memory is not taken from it before the host is
+    /// pressed.
     Latency,
     /// Delays of seconds do not matter.
     #[default]
@@ -147,6 +151,7 @@ impl Settings {
             ("stale_ms", self.stale_ms),
             ("lease_ms", self.lease_ms),
             ("idle_ms", self.idle_ms),
+            ("pause_ms", self.pause_ms),
         ];
         if let Some((name, time)) = times.into_iter().find(|(_, time)| *time > DAY_MS) {
             return fail(format!("{name} is {time}; give at most a day, {DAY_MS}"));
@@ -241,6 +246,7 @@ mod tests {
         refused(|it| it.default.floor_bytes = u64::MAX, "floor_bytes");
         refused(|it| it.default.reserve_bytes = u64::MAX, "reserve_bytes");
         refused(|it| it.calm_ms = u64::MAX, "calm_ms");
+        refused(|it| it.pause_ms = u64::MAX, "pause_ms");
         refused(
             |it| {
                 it.default =

@@ -1,0 +1,226 @@
+//! Which of the machines that grow fast go on, and which are paused.
+//!
+//! Machines that reach their highest needs at once must not fill the host. This is the banker's
+//! algorithm (Dijkstra, EWD 108): what a machine can still take is its claim. Machines go on in the
+//! order in which they began to grow, as long as those before them can still take their claims.
+//! One that would take from that is paused until there is room.
+
+use serde::{Deserialize, Serialize};
+
+use crate::action::Action;
+use crate::decide::{Round, View};
+use crate::explain::Rule;
+use crate::level::part;
+use crate::settings::{Class, Settings};
+use crate::snapshot::{Host, Machine, Mean};
+use crate::state::{MachineState, State};
+
+/// The lease of a pause: if no decision follows, the machine runs again after this time.
+const LEASE_MS: u64 = 2_000;
+/// Growth is fast if it alone would fill the host within this time. Other means need as long.
+const FILLS_MS: u64 = 10_000;
+/// Slower growth is never fast, in bytes per second.
+const LEAST_RATE: u64 = 32 << 20;
+/// A machine that has not grown fast for this time has stopped: some decisions at ten a second.
+const STOPPED_MS: u64 = 300;
+/// What a machine takes within this time cannot be prevented: the next decision is a tenth of a
+/// second away, and has to be carried out.
+const REACTION_MS: u64 = 200;
+/// After its longest pause a machine runs for at least so many times as long.
+const RUNS: u64 = 3;
+
+/// Fast growth of a machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Growth {
+    /// When it began.
+    began_ms: u64,
+    /// When it was last fast.
+    last_ms: u64,
+    /// What the machine had before, and the most since.
+    from_bytes: u64,
+    most_bytes: u64,
+    /// The last rate, in bytes per second.
+    rate: u64,
+}
+
+/// A machine that grows, or has grown.
+struct Claimant {
+    index: usize,
+    began_ms: u64,
+    growth_bytes: u64,
+    claim_bytes: u64,
+    /// What it takes before the next decision can prevent it.
+    step_bytes: u64,
+    may_wait: bool,
+}
+
+/// What a host has left above the limit of an emergency.
+fn room_bytes(host: &Host, settings: &Settings) -> u64 {
+    let kept = part(host.total_bytes, settings.emergency_percent, 100);
+    host.available_bytes.saturating_sub(kept)
+}
+
+/// Whether a decision is to be made before the interval's end: machines grow or are paused, or the
+/// host's available memory falls fast. It is meant to be asked ten times a second.
+pub fn is_urgent(host: &Host, state: &State, settings: &Settings) -> bool {
+    let fallen_bytes = state.room_bytes.saturating_sub(room_bytes(host, settings));
+    let is_falling = fallen_bytes > (state.room_bytes / 16).max(LEAST_RATE);
+    settings.pause_ms > 0 && (state.is_urgent || is_falling)
+}
+
+fn has_bytes(machine: &Machine) -> Option<u64> {
+    Some(machine.resident_bytes? + machine.swapped_bytes.unwrap_or(0))
+}
+
+/// What a machine can still take.
+fn claim_bytes(view: &View) -> u64 {
+    let machine = view.machine;
+    // A ceiling holds only while the balloon is there.
+    let ceiling = view.profile.ceiling_bytes.filter(|it| machine.outside_balloon_bytes() <= *it);
+    let most_bytes = machine.size_bytes.min(ceiling.unwrap_or(machine.size_bytes));
+    most_bytes.saturating_sub(view.resident_bytes())
+}
+
+impl MachineState {
+    /// Notices how fast a machine has grown.
+    fn notice_growth(&mut self, machine: &Machine, at_ms: u64, elapsed_ms: u64, room_bytes: u64) {
+        let now = has_bytes(machine);
+        let Some((from_bytes, now)) = std::mem::replace(&mut self.has_bytes, now).zip(now) else {
+            self.growth = None;
+            return;
+        };
+        let rate = part(now.saturating_sub(from_bytes), 1000, elapsed_ms);
+        let (began_ms, last_ms, most_bytes) = (at_ms, at_ms, now);
+        if rate >= part(room_bytes, 1000, FILLS_MS).max(LEAST_RATE) {
+            let new = Growth { began_ms, last_ms, from_bytes, most_bytes, rate };
+            let growth = self.growth.get_or_insert(new);
+            (growth.last_ms, growth.rate) = (at_ms, rate);
+        }
+        if let Some(growth) = &mut self.growth {
+            growth.most_bytes = growth.most_bytes.max(now);
+        }
+    }
+
+    /// Whether it has kept at least half of what it had taken, some time after it has stopped.
+    fn keeps(&self, growth: &Growth, at_ms: u64, settings: &Settings) -> bool {
+        let half = growth.from_bytes.midpoint(growth.most_bytes);
+        let age_ms = at_ms.saturating_sub(growth.last_ms);
+        age_ms <= settings.pause_ms && self.has_bytes.is_some_and(|now| now > half)
+    }
+
+    /// Counts time for which it was paused from here, and ends pauses whose lease has ended.
+    fn notice_pause(&mut self, at_ms: u64, elapsed_ms: u64) {
+        match self.paused_until_ms {
+            Some(until_ms) => {
+                self.paused_ms = self.paused_ms.saturating_add(elapsed_ms.min(LEASE_MS));
+                let until_ms = until_ms.min(at_ms + LEASE_MS);
+                self.paused_until_ms = (until_ms > at_ms).then_some(until_ms);
+            }
+            // Pauses that follow each other closely are one.
+            None => self.paused_ms = self.paused_ms.saturating_sub(elapsed_ms / RUNS),
+        }
+    }
+}
+
+impl Round<'_> {
+    /// Pauses machines that would take what others claim, and lets those go on that fit.
+    pub(crate) fn pause(&mut self, views: &mut [View], elapsed_ms: u64) {
+        let (at_ms, settings) = (self.at_ms(), self.settings);
+        let room_bytes = room_bytes(&self.snapshot.host, settings);
+        let (mut growing, mut keep) = (Vec::new(), 0);
+        for (index, view) in views.iter_mut().enumerate().filter(|(_, view)| view.rule.is_none()) {
+            view.memory.notice_pause(at_ms, elapsed_ms);
+            let is_ours = view.memory.paused_until_ms.is_some();
+            if view.machine.is_paused && !is_ours {
+                (view.memory.growth, view.memory.has_bytes) = (None, None);
+                view.decide(Rule::PausedElsewhere, None);
+                continue;
+            }
+            if elapsed_ms > 0 {
+                view.memory.notice_growth(view.machine, at_ms, elapsed_ms, room_bytes);
+            }
+            let Some(growth) = view.memory.growth else { continue };
+            if is_ours || at_ms.saturating_sub(growth.last_ms) <= STOPPED_MS {
+                growing.push(self.claimant(index, view, &growth));
+            } else if view.memory.keeps(&growth, at_ms, settings) {
+                keep += 1;
+            } else {
+                view.memory.growth = None;
+            }
+        }
+        // Those that cannot wait are first.
+        growing.sort_by_key(|it| (it.may_wait, it.began_ms, it.index));
+        let waiting = waiting(&growing, room_bytes, keep);
+        let running = (growing.len() - waiting.len()) as u64 + keep;
+        self.wanted_room_bytes = waiting.first().map_or(0, |(it, left)| it.claim_bytes - left);
+        self.state.is_urgent = !growing.is_empty();
+        self.state.room_bytes = room_bytes;
+        for (claimant, room_bytes) in waiting {
+            self.delay(&mut views[claimant.index], claimant, room_bytes, running);
+        }
+        for view in views.iter_mut().filter(|view| view.rule.is_none()) {
+            if view.memory.paused_until_ms.take().is_some() {
+                let (claim_bytes, paused_ms) = (claim_bytes(view), view.memory.paused_ms);
+                let longest_ms = settings.pause_ms;
+                let rule = Rule::Resumed { claim_bytes, room_bytes, paused_ms, longest_ms };
+                view.decide(rule, Some(Action::Resume));
+            }
+            if view.memory.paused_ms >= settings.pause_ms {
+                view.memory.pausing.pause(at_ms, RUNS * settings.pause_ms);
+                view.memory.paused_ms = 0;
+            }
+        }
+    }
+
+    fn claimant(&self, index: usize, view: &View, growth: &Growth) -> Claimant {
+        let memory = &view.memory;
+        let may_wait = !memory.is_held
+            && view.has(Mean::Pause)
+            && view.profile.class != Class::Latency
+            && memory.paused_ms < self.settings.pause_ms
+            && memory.pausing.left_ms(self.at_ms()) == 0;
+        let claim_bytes = claim_bytes(view);
+        Claimant {
+            index,
+            began_ms: growth.began_ms,
+            growth_bytes: memory.has_bytes.unwrap_or(0).saturating_sub(growth.from_bytes),
+            claim_bytes,
+            step_bytes: part(growth.rate, REACTION_MS, 1000).min(claim_bytes),
+            may_wait,
+        }
+    }
+
+    fn delay(&self, view: &mut View, claimant: &Claimant, room_bytes: u64, running: u64) {
+        let at_ms = self.at_ms();
+        let Claimant { growth_bytes, claim_bytes, .. } = *claimant;
+        let paused_ms = view.memory.paused_ms;
+        let rule = Rule::Delay { growth_bytes, claim_bytes, room_bytes, running, paused_ms };
+        let left_ms = view.memory.paused_until_ms.map_or(0, |until_ms| until_ms - at_ms);
+        if left_ms > LEASE_MS / 2 && view.machine.is_paused {
+            return view.decide(rule, None);
+        }
+        let for_ms = LEASE_MS.min(self.settings.pause_ms - paused_ms);
+        view.memory.paused_until_ms = Some(at_ms + for_ms);
+        view.decide(rule, Some(Action::Pause { for_ms }));
+    }
+}
+
+/// Those that have to wait, each with the room that the others leave. `keep` is the number of
+/// machines that have grown and will return memory.
+fn waiting(growing: &[Claimant], room_bytes: u64, keep: u64) -> Vec<(&Claimant, u64)> {
+    let (mut left, mut waiting) = (room_bytes, Vec::new());
+    for it in growing {
+        // What does not fit whole goes on for a step where that is left: it may end before.
+        let takes = if it.claim_bytes <= left { it.claim_bytes } else { it.step_bytes };
+        if it.may_wait && takes > left {
+            waiting.push((it, left));
+        } else {
+            left = left.saturating_sub(if it.may_wait { takes } else { it.claim_bytes });
+        }
+    }
+    // If all waited, there would never be more room.
+    if waiting.len() == growing.len() && keep == 0 && !waiting.is_empty() {
+        waiting.remove(0);
+    }
+    waiting
+}
