@@ -259,6 +259,7 @@ impl<'a> Round<'a> {
     fn idle_at_least_ms(&self, class: Class) -> Option<u64> {
         let idle_ms = self.settings.idle_ms;
         match (class, self.level) {
+            (Class::Batch, _) if self.wanted_room_bytes > 0 => Some(0),
             (Class::Parked, _) | (Class::Batch, Level::Emergency) => Some(0),
             (_, Level::Plenty) | (Class::Latency, Level::Tight) => None,
             (Class::Batch, Level::Tight) | (Class::Latency, Level::Pressed) => Some(idle_ms),
@@ -309,7 +310,8 @@ impl<'a> Round<'a> {
             return self.reclaim(view);
         };
         let is_idle = idle_ms > 0 || view.profile.class == Class::Parked;
-        if view.has(Mean::Park) && is_idle {
+        let may_park = is_idle || self.wanted_room_bytes > 0 && view.memory.growth.is_none();
+        if view.has(Mean::Park) && may_park {
             let rule = Rule::Park { needed_bytes, gain_bytes, idle_ms, idle_at_least_ms };
             view.decide(rule, Some(Action::Park));
         } else if view.has(Mean::Balloon) && is_idle && self.may_squeeze(view) {

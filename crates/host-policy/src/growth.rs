@@ -150,9 +150,9 @@ impl Round<'_> {
         }
         // Those that cannot wait are first.
         growing.sort_by_key(|it| (it.may_wait, it.began_ms, it.index));
-        let waiting = waiting(&growing, room_bytes, keep);
+        let (waiting, wanted_room_bytes) = waiting(&growing, room_bytes, keep);
         let running = (growing.len() - waiting.len()) as u64 + keep;
-        self.wanted_room_bytes = waiting.first().map_or(0, |(it, left)| it.claim_bytes - left);
+        self.wanted_room_bytes = wanted_room_bytes;
         self.state.is_urgent = !growing.is_empty();
         self.state.room_bytes = room_bytes;
         for (claimant, room_bytes) in waiting {
@@ -207,20 +207,21 @@ impl Round<'_> {
 
 /// Those that have to wait, each with the room that the others leave. `keep` is the number of
 /// machines that have grown and will return memory.
-fn waiting(growing: &[Claimant], room_bytes: u64, keep: u64) -> Vec<(&Claimant, u64)> {
-    let (mut left, mut waiting) = (room_bytes, Vec::new());
+fn waiting(growing: &[Claimant], room_bytes: u64, keep: u64) -> (Vec<(&Claimant, u64)>, u64) {
+    let (mut left, mut waiting, mut wanted) = (room_bytes, Vec::new(), 0);
     for it in growing {
         // What does not fit whole goes on for a step where that is left: it may end before.
         let takes = if it.claim_bytes <= left { it.claim_bytes } else { it.step_bytes };
+        wanted = it.claim_bytes.saturating_sub(left).max(wanted);
         if it.may_wait && takes > left {
             waiting.push((it, left));
         } else {
-            left = left.saturating_sub(if it.may_wait { takes } else { it.claim_bytes });
+            left = left.saturating_sub(it.claim_bytes);
         }
     }
     // If all waited, there would never be more room.
     if waiting.len() == growing.len() && keep == 0 && !waiting.is_empty() {
         waiting.remove(0);
     }
-    waiting
+    (waiting, wanted)
 }
