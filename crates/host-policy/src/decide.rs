@@ -259,7 +259,6 @@ impl<'a> Round<'a> {
     fn idle_at_least_ms(&self, class: Class) -> Option<u64> {
         let idle_ms = self.settings.idle_ms;
         match (class, self.level) {
-            (Class::Batch, _) if self.wanted_room_bytes > 0 => Some(0),
             (Class::Parked, _) | (Class::Batch, Level::Emergency) => Some(0),
             (_, Level::Plenty) | (Class::Latency, Level::Tight) => None,
             (Class::Batch, Level::Tight) | (Class::Latency, Level::Pressed) => Some(idle_ms),
@@ -306,12 +305,13 @@ impl<'a> Round<'a> {
             return false;
         }
         let needs = self.idle_at_least_ms(view.profile.class);
+        // Files are read again sooner than a paused machine has what it needs.
+        let needs = if self.is_parked_for_claims(view) { Some(0) } else { needs };
         let Some(idle_at_least_ms) = needs.filter(|least| idle_ms >= *least) else {
             return self.reclaim(view);
         };
         let is_idle = idle_ms > 0 || view.profile.class == Class::Parked;
-        let may_park = is_idle || self.wanted_room_bytes > 0 && view.memory.growth.is_none();
-        if view.has(Mean::Park) && may_park {
+        if view.has(Mean::Park) && (is_idle || self.is_parked_for_claims(view)) {
             let rule = Rule::Park { needed_bytes, gain_bytes, idle_ms, idle_at_least_ms };
             view.decide(rule, Some(Action::Park));
         } else if view.has(Mean::Balloon) && is_idle && self.may_squeeze(view) {
@@ -335,6 +335,13 @@ impl<'a> Round<'a> {
         }
         view.memory.takes(view.machine, at_ms, gain_bytes);
         true
+    }
+
+    fn is_parked_for_claims(&self, view: &View) -> bool {
+        self.wanted_room_bytes > 0
+            && view.profile.class == Class::Batch
+            && view.memory.growth.is_none()
+            && view.has(Mean::Park)
     }
 
     /// Has a guest report its free memory that the host still holds.
@@ -375,7 +382,9 @@ impl<'a> Round<'a> {
             let least = self.idle_at_least_ms(view.profile.class);
             let is_idle = least.is_some_and(|least| view.idle_ms >= least);
             let rests = view.memory.resting.left_ms(self.at_ms()) > 0;
-            let is_spared = !is_idle || rests && self.level < Level::Emergency;
+            // What is given to one that grows is not taken away at once.
+            let grows = view.memory.growth.is_some();
+            let is_spared = grows || !is_idle || rests && self.level < Level::Emergency;
             if is_spared || !view.has(Mean::Balloon) || !self.may_squeeze(view) {
                 continue;
             }
