@@ -72,7 +72,8 @@ pub(crate) struct Guest {
     stale_bytes: u64,
     /// Of kernel, programs, caches and stale memory: what the host has swapped out.
     swapped_bytes: u64,
-    is_parking: bool,
+    /// Caches that are still to be evicted.
+    parking_bytes: u64,
     is_reclaiming: bool,
     stuck_ms: u64,
     /// The rest of a pause, in milliseconds.
@@ -132,7 +133,7 @@ impl Guest {
             balloon: Balloon::default(),
             stale_bytes: 0,
             swapped_bytes: 0,
-            is_parking: false,
+            parking_bytes: 0,
             is_reclaiming: false,
             stuck_ms: 0,
             pause_left_ms: 0,
@@ -184,7 +185,10 @@ impl Guest {
             Action::Balloon { target_bytes } if means.has(Mean::Balloon) => {
                 self.balloon.target_bytes = target_bytes.min(self.trace.size_bytes);
             }
-            Action::Park if means.has(Mean::Park) => self.is_parking = true,
+            Action::Park if means.has(Mean::Park) => {
+                self.parking_bytes = self.cold_bytes + self.hot_bytes / 2;
+                self.is_reclaiming = self.parking_bytes == 0;
+            }
             Action::Reclaim if means.has(Mean::Reclaim) => self.is_reclaiming = true,
             Action::Pause { for_ms } if means.has(Mean::Pause) => {
                 self.troubles.pauses += u64::from(!self.is_paused());
@@ -366,10 +370,11 @@ impl Guest {
 
     fn report(&mut self, host: &mut HostModel) {
         let means = self.equipment.means;
-        if self.is_parking {
-            let evicted = self.evict(EVICT.min(self.cold_bytes + self.hot_bytes / 2));
-            self.is_parking = evicted == EVICT;
-            self.is_reclaiming |= !self.is_parking;
+        if self.parking_bytes > 0 {
+            let evicted = self.evict(EVICT.min(self.parking_bytes));
+            // A working guest may have evicted some for itself meanwhile.
+            self.parking_bytes = if evicted < EVICT { 0 } else { self.parking_bytes - evicted };
+            self.is_reclaiming |= self.parking_bytes == 0;
         }
         // Blocks that are too small to be reported.
         let rest = self.free() / 64;

@@ -300,18 +300,18 @@ impl<'a> Round<'a> {
         let (at_ms, needed_bytes) = (self.at_ms(), self.needed_bytes);
         let (idle_ms, resident_bytes) = (view.idle_ms, view.resident_bytes());
         let for_ms = view.memory.taking.left_ms(at_ms);
-        if for_ms > 0 {
+        let is_for_claims = self.takes_for_claims(view);
+        if for_ms > 0 && !is_for_claims {
             view.decide(Rule::Backoff { for_ms }, None);
             return false;
         }
         let needs = self.idle_at_least_ms(view.profile.class);
-        // Files are read again sooner than a paused machine has what it needs.
-        let needs = if self.is_parked_for_claims(view) { Some(0) } else { needs };
+        let needs = if is_for_claims { Some(0) } else { needs };
         let Some(idle_at_least_ms) = needs.filter(|least| idle_ms >= *least) else {
             return self.reclaim(view);
         };
         let is_idle = idle_ms > 0 || view.profile.class == Class::Parked;
-        if view.has(Mean::Park) && (is_idle || self.is_parked_for_claims(view)) {
+        if view.has(Mean::Park) && (is_idle || is_for_claims) {
             let rule = Rule::Park { needed_bytes, gain_bytes, idle_ms, idle_at_least_ms };
             view.decide(rule, Some(Action::Park));
         } else if view.has(Mean::Balloon) && is_idle && self.may_squeeze(view) {
@@ -337,11 +337,14 @@ impl<'a> Round<'a> {
         true
     }
 
-    fn is_parked_for_claims(&self, view: &View) -> bool {
+    /// Whether its caches are evicted, though it works or has read them again the last time: a
+    /// machine that grows would be paused for longer than it takes to read them.
+    fn takes_for_claims(&self, view: &View) -> bool {
         self.wanted_room_bytes > 0
             && view.profile.class == Class::Batch
-            && view.memory.growth.is_none()
             && view.has(Mean::Park)
+            && !view.memory.grows(self.at_ms())
+            && !view.memory.is_being_judged()
     }
 
     /// Has a guest report its free memory that the host still holds.
@@ -383,8 +386,7 @@ impl<'a> Round<'a> {
             let is_idle = least.is_some_and(|least| view.idle_ms >= least);
             let rests = view.memory.resting.left_ms(self.at_ms()) > 0;
             // What is given to one that grows is not taken away at once.
-            let grows = view.memory.growth.is_some();
-            let is_spared = grows || !is_idle || rests && self.level < Level::Emergency;
+            let is_spared = view.memory.grows(self.at_ms()) || !is_idle || rests && self.level < Level::Emergency;
             if is_spared || !view.has(Mean::Balloon) || !self.may_squeeze(view) {
                 continue;
             }

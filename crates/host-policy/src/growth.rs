@@ -101,6 +101,11 @@ impl MachineState {
         }
     }
 
+    /// Whether it grows fast.
+    pub(crate) fn grows(&self, at_ms: u64) -> bool {
+        self.growth.is_some_and(|growth| at_ms.saturating_sub(growth.last_ms) <= STOPPED_MS)
+    }
+
     /// Whether it has kept at least half of what it had taken, some time after it has stopped.
     fn keeps(&self, growth: &Growth, at_ms: u64, settings: &Settings) -> bool {
         let half = growth.from_bytes.midpoint(growth.most_bytes);
@@ -140,7 +145,7 @@ impl Round<'_> {
                 view.memory.notice_growth(view.machine, at_ms, elapsed_ms, room_bytes);
             }
             let Some(growth) = view.memory.growth else { continue };
-            if is_ours || at_ms.saturating_sub(growth.last_ms) <= STOPPED_MS {
+            if is_ours || view.memory.grows(at_ms) {
                 growing.push(self.claimant(index, view, &growth));
             } else if view.memory.keeps(&growth, at_ms, settings) {
                 keep += 1;
@@ -210,8 +215,10 @@ impl Round<'_> {
 fn waiting(growing: &[Claimant], room_bytes: u64, keep: u64) -> (Vec<(&Claimant, u64)>, u64) {
     let (mut left, mut waiting, mut wanted) = (room_bytes, Vec::new(), 0);
     for it in growing {
-        // What does not fit whole goes on for a step where that is left: it may end before.
-        let takes = if it.claim_bytes <= left { it.claim_bytes } else { it.step_bytes };
+        // A machine whose claim does not fit goes on step by step: it may end before. But none does
+        // so while another waits for that room.
+        let goes_step_by_step = waiting.is_empty() && it.claim_bytes > left;
+        let takes = if goes_step_by_step { it.step_bytes } else { it.claim_bytes };
         wanted = it.claim_bytes.saturating_sub(left).max(wanted);
         if it.may_wait && takes > left {
             waiting.push((it, left));

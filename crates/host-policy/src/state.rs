@@ -196,6 +196,11 @@ impl MachineState {
         coming.map_or(0, |taken| taken.gain_bytes.saturating_sub(taken.came_bytes()))
     }
 
+    /// Whether something was taken from it, and the result is not known yet.
+    pub(crate) fn is_being_judged(&self) -> bool {
+        self.taken.is_some()
+    }
+
     /// Judges the last attempt: there is a pause if little was returned, or if it was read again.
     fn judge(&mut self, machine: &Machine, at_ms: u64) {
         let Some(taken) = &mut self.taken else { return };
