@@ -302,6 +302,9 @@ impl<'a> Round<'a> {
         let for_ms = view.memory.taking.left_ms(at_ms);
         let is_for_claims = self.takes_for_claims(view);
         if for_ms > 0 && !is_for_claims {
+            if self.wanted_room_bytes > 0 && self.reclaim(view) {
+                return true;
+            }
             view.decide(Rule::Backoff { for_ms }, None);
             return false;
         }
@@ -352,12 +355,13 @@ impl<'a> Round<'a> {
         let Ok(known) = view.known else { return false };
         let busy = view.machine.outside_balloon_bytes().saturating_sub(known.free);
         let stale_bytes = view.resident_bytes().saturating_sub(busy);
-        if !view.has(Mean::Reclaim) || stale_bytes < LEAST_GAIN_BYTES {
+        let is_new = view.memory.reclaiming.left_ms(self.at_ms()) == 0;
+        if !is_new || !view.has(Mean::Reclaim) || stale_bytes < LEAST_GAIN_BYTES {
             return false;
         }
         let needed_bytes = self.needed_bytes;
         view.decide(Rule::Reclaim { needed_bytes, stale_bytes }, Some(Action::Reclaim));
-        view.memory.taking.pause(self.at_ms(), RECLAIM_AGAIN_MS);
+        view.memory.reclaiming.pause(self.at_ms(), RECLAIM_AGAIN_MS);
         true
     }
 
@@ -386,7 +390,9 @@ impl<'a> Round<'a> {
             let is_idle = least.is_some_and(|least| view.idle_ms >= least);
             let rests = view.memory.resting.left_ms(self.at_ms()) > 0;
             // What is given to one that grows is not taken away at once.
-            let is_spared = view.memory.grows(self.at_ms()) || !is_idle || rests && self.level < Level::Emergency;
+            let is_spared = view.memory.grows(self.at_ms())
+                || !is_idle
+                || rests && self.level < Level::Emergency;
             if is_spared || !view.has(Mean::Balloon) || !self.may_squeeze(view) {
                 continue;
             }

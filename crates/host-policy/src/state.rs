@@ -65,6 +65,7 @@ pub(crate) struct MachineState {
     pub(crate) pausing: Backoff,
     pub(crate) squeeze: Option<Squeeze>,
     pub(crate) taking: Backoff,
+    pub(crate) reclaiming: Backoff,
     pub(crate) squeezing: Backoff,
     pub(crate) resting: Backoff,
     /// The last time that something was taken from it otherwise.
@@ -231,8 +232,8 @@ impl MachineState {
         // It is resumed by the next decision.
         self.paused_until_ms = self.paused_until_ms.and(Some(u64::MAX));
         self.since_ms = at_ms;
-        for backoff in [&mut self.taking, &mut self.squeezing, &mut self.resting, &mut self.pausing]
-        {
+        let Self { taking, reclaiming, squeezing, resting, pausing, .. } = self;
+        for backoff in [taking, reclaiming, squeezing, resting, pausing] {
             *backoff = Backoff::default();
         }
         if let Some(squeeze) = &mut self.squeeze {
