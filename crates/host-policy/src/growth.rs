@@ -132,9 +132,11 @@ impl Round<'_> {
     pub(crate) fn pause(&mut self, views: &mut [View], elapsed_ms: u64) {
         let (at_ms, settings) = (self.at_ms(), self.settings);
         let room_bytes = room_bytes(&self.snapshot.host, settings);
-        let (mut growing, mut keep) = (Vec::new(), 0);
+        // Memory that is expected: of machines that have stopped growing, and of those asked for it.
+        let (mut growing, mut running, mut expected) = (Vec::new(), 0, 0_u64);
         for (index, view) in views.iter_mut().enumerate().filter(|(_, view)| view.rule.is_none()) {
             view.memory.notice_pause(at_ms, elapsed_ms);
+            expected = expected.saturating_add(view.memory.coming_bytes(at_ms));
             let is_ours = view.memory.paused_until_ms.is_some();
             if view.machine.is_paused && !is_ours {
                 (view.memory.growth, view.memory.has_bytes) = (None, None);
@@ -148,15 +150,17 @@ impl Round<'_> {
             if is_ours || view.memory.grows(at_ms) {
                 growing.push(self.claimant(index, view, &growth));
             } else if view.memory.keeps(&growth, at_ms, settings) {
-                keep += 1;
+                running += 1;
+                let has_bytes = view.memory.has_bytes.unwrap_or(0);
+                expected = expected.saturating_add(has_bytes.saturating_sub(growth.from_bytes));
             } else {
                 view.memory.growth = None;
             }
         }
         // Those that cannot wait are first.
         growing.sort_by_key(|it| (it.may_wait, it.began_ms, it.index));
-        let (waiting, wanted_room_bytes) = waiting(&growing, room_bytes, keep);
-        let running = (growing.len() - waiting.len()) as u64 + keep;
+        let (waiting, wanted_room_bytes) = waiting(&growing, room_bytes, expected);
+        running += (growing.len() - waiting.len()) as u64;
         self.wanted_room_bytes = wanted_room_bytes;
         self.state.is_urgent = !growing.is_empty();
         self.state.room_bytes = room_bytes;
@@ -210,9 +214,8 @@ impl Round<'_> {
     }
 }
 
-/// Those that have to wait, each with the room that the others leave. `keep` is the number of
-/// machines that have grown and will return memory.
-fn waiting(growing: &[Claimant], room_bytes: u64, keep: u64) -> (Vec<(&Claimant, u64)>, u64) {
+/// Those that have to wait, each with the room that the others leave.
+fn waiting(growing: &[Claimant], room_bytes: u64, expected: u64) -> (Vec<(&Claimant, u64)>, u64) {
     let (mut left, mut waiting, mut wanted) = (room_bytes, Vec::new(), 0);
     for it in growing {
         // A machine whose claim does not fit goes on step by step: it may end before. But none does
@@ -226,8 +229,9 @@ fn waiting(growing: &[Claimant], room_bytes: u64, keep: u64) -> (Vec<(&Claimant,
             left = left.saturating_sub(it.claim_bytes);
         }
     }
-    // If all waited, there would never be more room.
-    if waiting.len() == growing.len() && keep == 0 && !waiting.is_empty() {
+    // All wait only if that helps the first one.
+    let helps = |(it, left): &(&Claimant, u64)| it.claim_bytes <= left.saturating_add(expected);
+    if waiting.len() == growing.len() && waiting.first().is_some_and(|first| !helps(first)) {
         waiting.remove(0);
     }
     (waiting, wanted)
