@@ -102,6 +102,9 @@ pub struct Fit {
     pub needed_bytes: u64,
     /// What a new one needs on the mean.
     pub needed_by_one_bytes: u64,
+    /// The most that one of them, or the new one, can need beyond its mean. There is always room
+    /// for this beside what all need on the mean.
+    pub largest_claim_bytes: u64,
     /// The host's level: above tight none fits.
     pub level: Level,
     /// The number of machines that are paused to delay their growth: while there are any, none fits.
@@ -138,10 +141,14 @@ pub fn fit(
     }
     let needs = |profile: &str| state.history.profiles.get(profile);
     let mut all = Distribution::nothing();
+    let mut largest_claim_bytes = 0;
     for ((profile, size_bytes, now_bytes), count) in alike {
-        all = all.and(&grid.need(needs(profile), size_bytes, now_bytes).times(count));
+        let need = grid.need(needs(profile), size_bytes, now_bytes);
+        largest_claim_bytes = need.claim_bytes(&grid, size_bytes).max(largest_claim_bytes);
+        all = all.and(&need.times(count));
     }
     let one = grid.need(needs(profile), size_bytes, 0);
+    largest_claim_bytes = one.claim_bytes(&grid, size_bytes).max(largest_claim_bytes);
     let mut fit = Fit {
         machines: 0,
         risk_of_next_ppm: 0,
@@ -149,6 +156,7 @@ pub fn fit(
         capacity_bytes,
         needed_bytes: all.mean_bytes(&grid),
         needed_by_one_bytes: one.mean_bytes(&grid),
+        largest_claim_bytes,
         level: state.host.level,
         delayed: state.machines.values().filter(|it| it.paused_until_ms.is_some()).count(),
     };
@@ -159,7 +167,9 @@ pub fn fit(
     loop {
         all = all.and(&one);
         fit.risk_of_next_ppm = (all.too_much * 1e6).ceil().min(1e6) as u64;
-        if fit.risk_of_next_ppm > settings.risk_ppm || fit.machines == most {
+        // Pauses help only if one machine after the other gets what it claims.
+        let is_safe = all.mean_bytes(&grid).saturating_add(largest_claim_bytes) <= capacity_bytes;
+        if fit.risk_of_next_ppm > settings.risk_ppm || !is_safe || fit.machines == most {
             return fit;
         }
         fit.machines += 1;
@@ -242,6 +252,11 @@ impl Distribution {
             }
         }
         all
+    }
+
+    /// What a machine of this size can need beyond the mean.
+    fn claim_bytes(&self, grid: &Grid, size_bytes: u64) -> u64 {
+        size_bytes.saturating_sub(self.mean_bytes(grid))
     }
 
     fn mean_bytes(&self, grid: &Grid) -> u64 {
