@@ -25,13 +25,22 @@ const LASTS_SECONDS: u64 = 10;
 /// Parts that a host's memory is divided into.
 const CELLS: usize = 512;
 
-/// What machines have needed, by profile.
+/// What machines have needed, by profile and by the binary logarithm of their size.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct History {
-    profiles: BTreeMap<String, Needs>,
+    profiles: BTreeMap<String, BTreeMap<u32, Alike>>,
 }
 
-/// What machines of a profile have needed.
+/// What machines of a profile and of about one size have needed.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Alike {
+    /// While their statistics were used.
+    known: Needs,
+    /// While they were not: all that they have counts.
+    doubted: Needs,
+}
+
+/// How much was needed how often.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Needs {
     /// How often a machine needed so many parts of its size, rounded up; empty or [`PARTS`].
@@ -46,17 +55,34 @@ impl History {
             return;
         }
         if !self.profiles.contains_key(profile) {
-            self.profiles.insert(profile.to_owned(), Needs::default());
+            self.profiles.insert(profile.to_owned(), BTreeMap::new());
         }
-        if let Some(needs) = self.profiles.get_mut(profile) {
+        if let Some(sizes) = self.profiles.get_mut(profile) {
+            let Alike { known: all, doubted } = sizes.entry(log(machine.size_bytes)).or_default();
+            let needs = if known.is_ok() { all } else { doubted };
             needs.note(need_bytes(machine, known), machine.size_bytes);
         }
     }
 
     /// For how long machines of a profile have been observed, together.
     pub fn observed_seconds(&self, profile: &str) -> u64 {
-        self.profiles.get(profile).map_or(0, |needs| needs.sum)
+        let sizes = self.profiles.get(profile).into_iter().flat_map(BTreeMap::values);
+        sizes.fold(0, |sum, it| sum.saturating_add(it.observed_seconds()))
     }
+
+    fn alike(&self, profile: &str, size_bytes: u64) -> Option<&Alike> {
+        self.profiles.get(profile)?.get(&log(size_bytes))
+    }
+}
+
+impl Alike {
+    fn observed_seconds(&self) -> u64 {
+        self.known.sum.saturating_add(self.doubted.sum)
+    }
+}
+
+fn log(size_bytes: u64) -> u32 {
+    size_bytes.max(1).ilog2()
 }
 
 /// Memory of the host that a machine cannot do without.
@@ -94,7 +120,7 @@ pub struct Fit {
     /// The probability that all together need more than there is at a time, with one machine more
     /// than these, in millionths.
     pub risk_of_next_ppm: u64,
-    /// For how long machines of the profile have been observed, in seconds.
+    /// For how long machines of the profile and about this size have been observed, in seconds.
     pub observed_seconds: u64,
     /// Memory that machines can have, those that run included.
     pub capacity_bytes: u64,
@@ -132,27 +158,32 @@ pub fn fit(
     let grid = Grid { cell_bytes: (capacity_bytes / CELLS as u64).max(1) };
 
     // Machines of one profile, of about one size, that need about the same now, are alike.
-    let mut alike = BTreeMap::<(&str, u64, u64), u64>::new();
+    let mut alike = BTreeMap::<(&str, u64, u64, bool), u64>::new();
     for machine in &snapshot.machines {
         let known = assess(machine, snapshot.at_ms, settings.stale_ms);
         let now = need_bytes(machine, known.as_ref());
-        let key = (settings.profile(&machine.name).0, round_up(machine.size_bytes), round_up(now));
-        *alike.entry(key).or_default() += 1;
+        let profile = settings.profile(&machine.name).0;
+        let sizes = (round_up(machine.size_bytes), round_up(now));
+        *alike.entry((profile, sizes.0, sizes.1, known.is_ok())).or_default() += 1;
     }
-    let needs = |profile: &str| state.history.profiles.get(profile);
     let mut all = Distribution::nothing();
     let mut largest_claim_bytes = 0;
-    for ((profile, size_bytes, now_bytes), count) in alike {
-        let need = grid.need(needs(profile), size_bytes, now_bytes);
+    for ((profile, size_bytes, now_bytes, is_known), count) in alike {
+        let alike = state.history.alike(profile, size_bytes);
+        let needs = alike.map(|it| if is_known { &it.known } else { &it.doubted });
+        let need = grid.need(needs.as_slice(), size_bytes, now_bytes);
         largest_claim_bytes = need.claim_bytes(&grid, size_bytes).max(largest_claim_bytes);
         all = all.and(&need.times(count));
     }
-    let one = grid.need(needs(profile), size_bytes, 0);
+    // Whether a new one will be believed is not known.
+    let alike_one = state.history.alike(profile, size_bytes);
+    let needs: Vec<&Needs> = alike_one.iter().flat_map(|it| [&it.known, &it.doubted]).collect();
+    let one = grid.need(&needs, size_bytes, 0);
     largest_claim_bytes = one.claim_bytes(&grid, size_bytes).max(largest_claim_bytes);
     let mut fit = Fit {
         machines: 0,
         risk_of_next_ppm: 0,
-        observed_seconds: state.history.observed_seconds(profile),
+        observed_seconds: alike_one.map_or(0, Alike::observed_seconds),
         capacity_bytes,
         needed_bytes: all.mean_bytes(&grid),
         needed_by_one_bytes: one.mean_bytes(&grid),
@@ -189,7 +220,7 @@ struct Grid {
 
 impl Grid {
     /// What a machine needs, at least what it needs now.
-    fn need(&self, needs: Option<&Needs>, size_bytes: u64, now_bytes: u64) -> Distribution {
+    fn need(&self, needs: &[&Needs], size_bytes: u64, now_bytes: u64) -> Distribution {
         let mut distribution = Distribution { cells: vec![0.0; CELLS], too_much: 0.0 };
         let mut add = |bytes: u64, probability: f64| {
             // At least one cell, so that the number of machines is bounded.
@@ -200,7 +231,7 @@ impl Grid {
             }
         };
         let unseen = (3 * LASTS_SECONDS) as f64;
-        let sum = needs.map_or(0, |needs| needs.sum) as f64 + unseen;
+        let sum = needs.iter().map(|needs| needs.sum as f64).sum::<f64>() + unseen;
         add(size_bytes, unseen / sum);
         for (index, count) in needs.iter().flat_map(|needs| needs.counts.iter().enumerate()) {
             if *count > 0 {
