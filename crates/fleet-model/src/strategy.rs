@@ -40,7 +40,7 @@ impl Ebbd {
     pub fn with_history_of(simulation: &Simulation) -> Self {
         let mut teacher = Self::default();
         // History grows with the number of machines.
-        teacher.settings.risk_ppm = 20_000;
+        teacher.settings.delay_ppm = 20_000;
         for seed in 101..=103 {
             teacher.state = State::with_history(std::mem::take(&mut teacher.state).history);
             simulation.run(&Recipe::fleet(seed).trace(), &mut teacher);

@@ -11,7 +11,7 @@ use crate::action::Action;
 use crate::decide::{Round, View};
 use crate::explain::Rule;
 use crate::level::part;
-use crate::settings::{Class, Settings};
+use crate::settings::Settings;
 use crate::snapshot::{Host, Machine, Mean};
 use crate::state::{MachineState, State};
 
@@ -185,7 +185,7 @@ impl Round<'_> {
         let memory = &view.memory;
         let may_wait = !memory.is_held
             && view.has(Mean::Pause)
-            && view.profile.class != Class::Latency
+            && self.settings.may_pause(view.profile)
             && memory.paused_ms < self.settings.pause_ms
             && memory.pausing.left_ms(self.at_ms()) == 0;
         let claim_bytes = claim_bytes(view);

@@ -38,9 +38,13 @@ pub struct Settings {
     /// is (Waldspurger, "Memory Resource Management in VMware ESX
     /// Server", OSDI 2002, section 5).
     pub idle_tax_percent: u64,
-    /// Machines are admitted while the probability that all together need more memory than there
-    /// is, at any moment, stays below this; in millionths.
+    /// Machines are admitted while the probability that the host has too little memory at a moment
+    /// stays below this, in millionths. Machines that can be paused count with their mean needs,
+    /// and the one with the largest claim with all that it can need.
     pub risk_ppm: u64,
+    /// The same for the probability that a machine is delayed, because all together need more than
+    /// there is.
+    pub delay_ppm: u64,
     /// The profile of machines that have no other.
     pub default: Profile,
     /// Others, by name.
@@ -62,6 +66,7 @@ impl Default for Settings {
             pause_ms: 10_000,
             idle_tax_percent: 75,
             risk_ppm: 1000,
+            delay_ppm: 10_000,
             default: Profile::default(),
             profiles: BTreeMap::new(),
             machines: BTreeMap::new(),
@@ -142,9 +147,9 @@ impl Settings {
             let tax = self.idle_tax_percent;
             return fail(format!("idle_tax_percent is {tax}; give one below 100"));
         }
-        if self.risk_ppm == 0 || self.risk_ppm >= 1_000_000 {
-            let risk = self.risk_ppm;
-            return fail(format!("risk_ppm is {risk}; give one from 1 to 999999"));
+        let risks = [("risk_ppm", self.risk_ppm), ("delay_ppm", self.delay_ppm)];
+        if let Some((name, ppm)) = risks.into_iter().find(|(_, it)| !(1..1_000_000).contains(it)) {
+            return fail(format!("{name} is {ppm}; give one from 1 to 999999"));
         }
         let times = [
             ("calm_ms", self.calm_ms),
@@ -189,6 +194,11 @@ impl Settings {
             }
         }
         Ok(())
+    }
+
+    /// Whether machines with this profile may be paused.
+    pub(crate) fn may_pause(&self, profile: &Profile) -> bool {
+        self.pause_ms > 0 && profile.class != Class::Latency
     }
 
     /// The profile of a machine, with its name.
@@ -240,6 +250,7 @@ mod tests {
         refused(|it| it.emergency_percent = 18, "emergency_percent (18)");
         refused(|it| it.idle_tax_percent = 100, "idle_tax_percent");
         refused(|it| it.risk_ppm = 0, "risk_ppm");
+        refused(|it| it.delay_ppm = 1_000_000, "delay_ppm");
         refused(|it| it.stale_ms = 30_000, "lease_ms (30000)");
         refused(|it| it.default.shares = 0, "profile default");
         refused(|it| it.default.shares = u64::MAX, "1 to 1000000");
