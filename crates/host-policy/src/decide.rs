@@ -157,7 +157,9 @@ impl<'a> Round<'a> {
         }
         // A hold survives the machine's absence.
         before.retain(|_, memory| memory.is_held);
-        before.values_mut().for_each(|memory| memory.paused_until_ms = None);
+        for memory in before.values_mut() {
+            memory.paused_until_ms = None;
+        }
         self.state.machines = before;
         views
     }

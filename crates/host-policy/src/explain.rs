@@ -136,7 +136,10 @@ pub enum Rule {
         /// What the host has above the limit of an emergency, without the claims of machines that
         /// go on before it.
         room_bytes: u64,
-        /// The number of machines that go on, or have grown and are expected to give back.
+        /// What is expected back: from machines that have grown and stopped, and from those that
+        /// were asked for memory.
+        expected_bytes: u64,
+        /// The number of machines that go on, or have grown and stopped.
         running: u64,
         /// For how long it was paused already, in milliseconds.
         paused_ms: u64,
@@ -303,13 +306,21 @@ impl fmt::Display for Rule {
                 Size(taken_bytes),
                 Size(used_bytes)
             ),
-            Self::Delay { growth_bytes, claim_bytes, room_bytes, running, paused_ms } => write!(
+            Self::Delay {
+                growth_bytes,
+                claim_bytes,
+                room_bytes,
+                expected_bytes,
+                running,
+                paused_ms,
+            } => write!(
                 f,
-                "it has grown by {} and can still take {}; {running} others leave {}; paused for \
-                 {} so far",
+                "it has grown by {} and can still take {}; {running} others leave {}, and {} are \
+                 expected back; paused for {} so far",
                 Size(growth_bytes),
                 Size(claim_bytes),
                 Size(room_bytes),
+                Size(expected_bytes),
                 Time(paused_ms)
             ),
             Self::Resumed { claim_bytes, room_bytes, paused_ms, longest_ms } => write!(

@@ -3,10 +3,14 @@
 
 #![allow(clippy::unwrap_used)]
 
+use std::collections::BTreeSet;
+
 use serde_json::Value;
 
 use crate::snapshot::{Balloon, Host, Machine, Mean, Means, Pressure, Snapshot, Statistics, Swap};
-use crate::{Action, Class, Decision, GIB, Level, Profile, Rule, Settings, State, decide, fit};
+use crate::{
+    Action, Class, Decision, GIB, Level, Profile, Rule, Settings, State, decide, fit, is_urgent,
+};
 
 /// A fuzz target by name.
 pub type Target = (&'static str, fn(&[u8]));
@@ -33,8 +37,11 @@ pub fn decisions(data: &[u8]) {
         }
         let snapshot = input.snapshot();
         let file = serde_json::to_value(&state).unwrap();
+        let paused = paused(&state);
+        is_urgent(&snapshot.host, &state, &settings);
         let decision = decide(&snapshot, state, &settings);
         check(&snapshot, &decision, &settings);
+        check_pauses(&snapshot, &decision, &settings, &paused);
         // What was written to a file and read again decides the same.
         let again = decide(&snapshot, serde_json::from_value(file).unwrap(), &settings);
         assert_eq!(again, decision);
@@ -70,7 +77,7 @@ fn check(snapshot: &Snapshot, decision: &Decision, settings: &Settings) {
     for (machine, why) in snapshot.machines.iter().zip(&decision.explanations) {
         assert_eq!(machine.name, why.machine);
         let Some(action) = why.action else { continue };
-        assert_ne!(machine.name, "held");
+        assert!(machine.name != "held" || action == Action::Resume);
         // Each action names its inputs.
         let document = serde_json::to_value(why.rule).unwrap();
         let inputs = document.as_object().unwrap().iter().filter(|(key, _)| *key != "name");
@@ -91,7 +98,8 @@ fn check(snapshot: &Snapshot, decision: &Decision, settings: &Settings) {
             Action::Park => Mean::Park,
             Action::Reclaim => Mean::Reclaim,
             Action::Trim => Mean::Trim,
-            Action::Pause { .. } | Action::Resume => Mean::Pause,
+            // See below.
+            Action::Pause { .. } | Action::Resume => continue,
             Action::Stop => {
                 assert!(is_parked && decision.level >= Level::Pressed);
                 Mean::Stop
@@ -100,6 +108,49 @@ fn check(snapshot: &Snapshot, decision: &Decision, settings: &Settings) {
         assert!(machine.means.has(mean), "{why:?}");
         assert!(decision.level > Level::Plenty || is_parked, "{why:?}");
     }
+}
+
+/// Machines that are paused by a decision.
+fn paused(state: &State) -> BTreeSet<String> {
+    let paused = state.machines.iter().filter(|(_, machine)| machine.paused_until_ms.is_some());
+    paused.map(|(name, _)| name.clone()).collect()
+}
+
+/// Only machines that may wait are paused, not for too long, and with hope. Those that were paused
+/// elsewhere are left alone. `before` are those that were paused by the decisions before.
+fn check_pauses(
+    snapshot: &Snapshot,
+    decision: &Decision,
+    settings: &Settings,
+    before: &BTreeSet<String>,
+) {
+    let at_ms = snapshot.bounded().at_ms;
+    for (machine, why) in snapshot.machines.iter().zip(&decision.explanations) {
+        let is_ours = before.contains(&machine.name);
+        if machine.is_paused {
+            let is_pausing = matches!(why.action, Some(Action::Pause { .. } | Action::Resume));
+            assert!(why.action.is_none() || is_ours && is_pausing, "{why:?}");
+        }
+        if why.action == Some(Action::Resume) {
+            assert!(is_ours && matches!(why.rule, Rule::Resumed { .. }), "{why:?}");
+        }
+        let Rule::Delay { claim_bytes, room_bytes, expected_bytes, running, paused_ms, .. } =
+            why.rule
+        else {
+            assert!(!matches!(why.action, Some(Action::Pause { .. })), "{why:?}");
+            continue;
+        };
+        assert!(settings.profile(&machine.name).1.class != Class::Latency, "{why:?}");
+        assert!(machine.means.has(Mean::Pause) && machine.name != "held", "{why:?}");
+        assert!(paused_ms < settings.pause_ms, "{why:?}");
+        // Another machine goes on, or what it lacks is expected.
+        assert!(running > 0 || claim_bytes <= room_bytes.saturating_add(expected_bytes), "{why:?}");
+        let until_ms = decision.state.machines[&machine.name].paused_until_ms.unwrap();
+        assert!((at_ms..=at_ms + settings.pause_ms - paused_ms).contains(&until_ms), "{why:?}");
+    }
+    let delayed = decision.explanations.iter().filter(|why| matches!(why.rule, Rule::Delay { .. }));
+    let delayed: BTreeSet<String> = delayed.map(|why| why.machine.clone()).collect();
+    assert_eq!(paused(&decision.state), delayed);
 }
 
 /// A balloon takes nothing that the guest uses, or that the profile keeps for it, and nothing from

@@ -54,6 +54,21 @@ struct Claimant {
     may_wait: bool,
 }
 
+/// What a machine that waits can hope for.
+#[derive(Default)]
+struct Others {
+    /// Machines that go on, or have grown and stopped.
+    running: u64,
+    /// What the latter have taken, and what was asked for.
+    expected_bytes: u64,
+}
+
+impl Others {
+    fn expect(&mut self, bytes: u64) {
+        self.expected_bytes = self.expected_bytes.saturating_add(bytes);
+    }
+}
+
 /// What a host has left above the limit of an emergency.
 fn room_bytes(host: &Host, settings: &Settings) -> u64 {
     let kept = part(host.total_bytes, settings.emergency_percent, 100);
@@ -106,6 +121,10 @@ impl MachineState {
         self.growth.is_some_and(|growth| at_ms.saturating_sub(growth.last_ms) <= STOPPED_MS)
     }
 
+    fn growth_bytes(&self, growth: &Growth) -> u64 {
+        self.has_bytes.unwrap_or(0).saturating_sub(growth.from_bytes)
+    }
+
     /// Whether it has kept at least half of what it had taken, some time after it has stopped.
     fn keeps(&self, growth: &Growth, at_ms: u64, settings: &Settings) -> bool {
         let half = growth.from_bytes.midpoint(growth.most_bytes);
@@ -114,10 +133,13 @@ impl MachineState {
     }
 
     /// Counts time for which it was paused from here, and ends pauses whose lease has ended.
-    fn notice_pause(&mut self, at_ms: u64, elapsed_ms: u64) {
+    fn notice_pause(&mut self, at_ms: u64, elapsed_ms: u64, longest_ms: u64) {
         match self.paused_until_ms {
             Some(until_ms) => {
                 self.paused_ms = self.paused_ms.saturating_add(elapsed_ms.min(LEASE_MS));
+                if self.paused_ms >= longest_ms {
+                    self.pausing.pause(at_ms, RUNS * longest_ms);
+                }
                 let until_ms = until_ms.min(at_ms + LEASE_MS);
                 self.paused_until_ms = (until_ms > at_ms).then_some(until_ms);
             }
@@ -132,11 +154,10 @@ impl Round<'_> {
     pub(crate) fn pause(&mut self, views: &mut [View], elapsed_ms: u64) {
         let (at_ms, settings) = (self.at_ms(), self.settings);
         let room_bytes = room_bytes(&self.snapshot.host, settings);
-        // Memory that is expected: of machines that have stopped growing, and of those asked for it.
-        let (mut growing, mut running, mut expected) = (Vec::new(), 0, 0_u64);
+        let (mut growing, mut others) = (Vec::new(), Others::default());
         for (index, view) in views.iter_mut().enumerate().filter(|(_, view)| view.rule.is_none()) {
-            view.memory.notice_pause(at_ms, elapsed_ms);
-            expected = expected.saturating_add(view.memory.coming_bytes(at_ms));
+            view.memory.notice_pause(at_ms, elapsed_ms, settings.pause_ms);
+            others.expect(view.memory.coming_bytes(at_ms));
             let is_ours = view.memory.paused_until_ms.is_some();
             if view.machine.is_paused && !is_ours {
                 (view.memory.growth, view.memory.has_bytes) = (None, None);
@@ -150,22 +171,21 @@ impl Round<'_> {
             if is_ours || view.memory.grows(at_ms) {
                 growing.push(self.claimant(index, view, &growth));
             } else if view.memory.keeps(&growth, at_ms, settings) {
-                running += 1;
-                let has_bytes = view.memory.has_bytes.unwrap_or(0);
-                expected = expected.saturating_add(has_bytes.saturating_sub(growth.from_bytes));
+                others.running += 1;
+                others.expect(view.memory.growth_bytes(&growth));
             } else {
                 view.memory.growth = None;
             }
         }
         // Those that cannot wait are first.
         growing.sort_by_key(|it| (it.may_wait, it.began_ms, it.index));
-        let (waiting, wanted_room_bytes) = waiting(&growing, room_bytes, expected);
-        running += (growing.len() - waiting.len()) as u64;
+        let (waiting, wanted_room_bytes) = waiting(&growing, room_bytes, others.expected_bytes);
+        others.running += (growing.len() - waiting.len()) as u64;
         self.wanted_room_bytes = wanted_room_bytes;
-        self.state.is_urgent = !growing.is_empty();
+        self.state.is_urgent = growing.iter().any(|it| it.may_wait);
         self.state.room_bytes = room_bytes;
         for (claimant, room_bytes) in waiting {
-            self.delay(&mut views[claimant.index], claimant, room_bytes, running);
+            self.delay(&mut views[claimant.index], claimant, room_bytes, &others);
         }
         for view in views.iter_mut().filter(|view| view.rule.is_none()) {
             if view.memory.paused_until_ms.take().is_some() {
@@ -173,10 +193,6 @@ impl Round<'_> {
                 let longest_ms = settings.pause_ms;
                 let rule = Rule::Resumed { claim_bytes, room_bytes, paused_ms, longest_ms };
                 view.decide(rule, Some(Action::Resume));
-            }
-            if view.memory.paused_ms >= settings.pause_ms {
-                view.memory.pausing.pause(at_ms, RUNS * settings.pause_ms);
-                view.memory.paused_ms = 0;
             }
         }
     }
@@ -192,30 +208,42 @@ impl Round<'_> {
         Claimant {
             index,
             began_ms: growth.began_ms,
-            growth_bytes: memory.has_bytes.unwrap_or(0).saturating_sub(growth.from_bytes),
+            growth_bytes: memory.growth_bytes(growth),
             claim_bytes,
             step_bytes: part(growth.rate, REACTION_MS, 1000).min(claim_bytes),
             may_wait,
         }
     }
 
-    fn delay(&self, view: &mut View, claimant: &Claimant, room_bytes: u64, running: u64) {
+    fn delay(&self, view: &mut View, claimant: &Claimant, room_bytes: u64, others: &Others) {
         let at_ms = self.at_ms();
         let Claimant { growth_bytes, claim_bytes, .. } = *claimant;
         let paused_ms = view.memory.paused_ms;
-        let rule = Rule::Delay { growth_bytes, claim_bytes, room_bytes, running, paused_ms };
+        let Others { running, expected_bytes } = *others;
+        let rule = Rule::Delay {
+            growth_bytes,
+            claim_bytes,
+            room_bytes,
+            expected_bytes,
+            running,
+            paused_ms,
+        };
+        let for_ms = LEASE_MS.min(self.settings.pause_ms.saturating_sub(paused_ms));
         let left_ms = view.memory.paused_until_ms.map_or(0, |until_ms| until_ms - at_ms);
-        if left_ms > LEASE_MS / 2 && view.machine.is_paused {
+        if view.machine.is_paused && left_ms >= for_ms.min(LEASE_MS / 2) {
             return view.decide(rule, None);
         }
-        let for_ms = LEASE_MS.min(self.settings.pause_ms - paused_ms);
         view.memory.paused_until_ms = Some(at_ms + for_ms);
         view.decide(rule, Some(Action::Pause { for_ms }));
     }
 }
 
-/// Those that have to wait, each with the room that the others leave.
-fn waiting(growing: &[Claimant], room_bytes: u64, expected: u64) -> (Vec<(&Claimant, u64)>, u64) {
+/// Those that have to wait, each with the room that the others leave; and the room that is missing.
+fn waiting(
+    growing: &[Claimant],
+    room_bytes: u64,
+    expected_bytes: u64,
+) -> (Vec<(&Claimant, u64)>, u64) {
     let (mut left, mut waiting, mut wanted) = (room_bytes, Vec::new(), 0);
     for it in growing {
         // A machine whose claim does not fit goes on step by step: it may end before. But none does
@@ -230,7 +258,8 @@ fn waiting(growing: &[Claimant], room_bytes: u64, expected: u64) -> (Vec<(&Claim
         }
     }
     // All wait only if that helps the first one.
-    let helps = |(it, left): &(&Claimant, u64)| it.claim_bytes <= left.saturating_add(expected);
+    let helps =
+        |(it, left): &(&Claimant, u64)| it.claim_bytes <= left.saturating_add(expected_bytes);
     if waiting.len() == growing.len() && waiting.first().is_some_and(|first| !helps(first)) {
         waiting.remove(0);
     }

@@ -16,7 +16,7 @@ pub enum Level {
     Tight,
     /// Balloons take memory by shares as well.
     Pressed,
-    /// The same for machines that are not idle, and regardless of pauses.
+    /// The same for machines that are not idle, and without waiting in between.
     Emergency,
 }
 
