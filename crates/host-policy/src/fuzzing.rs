@@ -9,7 +9,8 @@ use serde_json::Value;
 
 use crate::snapshot::{Balloon, Host, Machine, Mean, Means, Pressure, Snapshot, Statistics, Swap};
 use crate::{
-    Action, Class, Decision, GIB, Level, Profile, Rule, Settings, State, decide, fit, is_urgent,
+    Action, Class, Decision, GIB, Level, Order, Profile, Rule, Settings, State, decide, fit,
+    is_urgent,
 };
 
 /// A fuzz target by name.
@@ -31,11 +32,15 @@ pub fn decisions(data: &[u8]) {
     settings.check().unwrap();
     let mut state = State::default();
     state.hold("held", true);
+    let mut last = None;
     for _ in 0..MOST_DECISIONS {
         if input.0.is_empty() {
             break;
         }
-        let snapshot = input.snapshot();
+        let snapshot = match &last {
+            Some(last) if input.byte() > 63 => input.later(last),
+            _ => input.snapshot(),
+        };
         let file = serde_json::to_value(&state).unwrap();
         let paused = paused(&state);
         is_urgent(&snapshot.host, &state, &settings);
@@ -45,6 +50,7 @@ pub fn decisions(data: &[u8]) {
         // What was written to a file and read again decides the same.
         let again = decide(&snapshot, serde_json::from_value(file).unwrap(), &settings);
         assert_eq!(again, decision);
+        last = Some((snapshot.clone(), decision.orders));
         state = decision.state;
         assert_eq!(state.held().collect::<Vec<_>>(), ["held"]);
         fit(&snapshot, &state, &settings, "default", input.size(), 3);
@@ -216,6 +222,38 @@ impl Input<'_> {
         let count = self.byte() % 5;
         let machines = (0..count).map(|_| self.machine()).collect();
         Snapshot { at_ms, host, machines }
+    }
+
+    /// The same machines a moment later: orders to pause and to resume are carried out, and some
+    /// machines grow or are paused elsewhere.
+    fn later(&mut self, (snapshot, orders): &(Snapshot, Vec<Order>)) -> Snapshot {
+        let mut snapshot = snapshot.bounded();
+        snapshot.at_ms += 20 * u64::from(self.byte());
+        for machine in &mut snapshot.machines {
+            for order in orders.iter().filter(|order| order.machine == machine.name) {
+                match order.action {
+                    Action::Pause { .. } => machine.is_paused = true,
+                    Action::Resume => machine.is_paused = false,
+                    _ => {}
+                }
+            }
+            let grown_bytes = match self.byte() {
+                units @ 64..224 => u64::from(units) * (GIB / 256),
+                224.. => {
+                    machine.is_paused = !machine.is_paused;
+                    0
+                }
+                _ => 0,
+            };
+            if let Some(resident_bytes) =
+                machine.resident_bytes.as_mut().filter(|_| !machine.is_paused)
+            {
+                *resident_bytes += grown_bytes;
+                let available_bytes = &mut snapshot.host.available_bytes;
+                *available_bytes = available_bytes.saturating_sub(grown_bytes);
+            }
+        }
+        snapshot
     }
 
     fn machine(&mut self) -> Machine {
