@@ -164,7 +164,7 @@ impl Round<'_> {
                 view.decide(Rule::PausedElsewhere, None);
                 continue;
             }
-            if elapsed_ms > 0 {
+            if elapsed_ms > 0 || view.memory.has_bytes.is_none() {
                 view.memory.notice_growth(view.machine, at_ms, elapsed_ms, room_bytes);
             }
             let Some(growth) = view.memory.growth else { continue };
