@@ -39,8 +39,6 @@ impl Ebbd {
     /// A policy with the history of other traces on the same host.
     pub fn with_history_of(simulation: &Simulation) -> Self {
         let mut teacher = Self::default();
-        // History grows with the number of machines.
-        teacher.settings.delay_ppm = 20_000;
         for seed in 101..=103 {
             teacher.state = State::with_history(std::mem::take(&mut teacher.state).history);
             simulation.run(&Recipe::fleet(seed).trace(), &mut teacher);

@@ -21,13 +21,12 @@ fn more_machines_than_static_limits_without_harm() {
         let trace = Recipe::fleet(seed).trace();
         let outcome = simulation.run(&trace, &mut policy.clone());
         assert_eq!((outcome.host_kills, outcome.troubles.oom_kills), (0, 0), "{outcome:?}");
-        // The naive policies write gigabytes.
-        assert!(outcome.swap_out_bytes < 128 * MIB, "{outcome:?}");
+        assert_eq!(outcome.swap_out_bytes, 0, "{outcome:?}");
         assert!(outcome.slowdown_milli < 1_020, "{outcome:?}");
         all += outcome.admitted_milli;
         all_static += simulation.run(&trace, &mut StaticLimits).admitted_milli;
     }
-    assert!(10 * all > 17 * all_static, "{all} to {all_static}");
+    assert!(all > 3 * all_static, "{all} to {all_static}");
 }
 
 /// Admits sixteen machines at any time, and leaves the rest to a policy, if there is one.
