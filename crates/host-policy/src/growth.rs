@@ -97,16 +97,16 @@ fn claim_bytes(view: &View) -> u64 {
 }
 
 impl MachineState {
-    /// Notices how fast a machine has grown.
-    fn notice_growth(&mut self, machine: &Machine, at_ms: u64, elapsed_ms: u64, room_bytes: u64) {
+    /// Notices how fast a machine has grown. `fast` is in bytes per second.
+    fn notice_growth(&mut self, machine: &Machine, at_ms: u64, elapsed_ms: u64, fast: u64) {
         let now = has_bytes(machine);
         let Some((from_bytes, now)) = std::mem::replace(&mut self.has_bytes, now).zip(now) else {
             self.growth = None;
             return;
         };
-        let rate = part(now.saturating_sub(from_bytes), 1000, elapsed_ms);
+        let rate = 1000 * now.saturating_sub(from_bytes) / elapsed_ms.max(1);
         let (began_ms, last_ms, most_bytes) = (at_ms, at_ms, now);
-        if rate >= part(room_bytes, 1000, FILLS_MS).max(LEAST_RATE) {
+        if rate >= fast {
             let new = Growth { began_ms, last_ms, from_bytes, most_bytes, rate };
             let growth = self.growth.get_or_insert(new);
             (growth.last_ms, growth.rate) = (at_ms, rate);
@@ -154,6 +154,7 @@ impl Round<'_> {
     pub(crate) fn pause(&mut self, views: &mut [View], elapsed_ms: u64) {
         let (at_ms, settings) = (self.at_ms(), self.settings);
         let room_bytes = room_bytes(&self.snapshot.host, settings);
+        let fast = part(room_bytes, 1000, FILLS_MS).max(LEAST_RATE);
         let (mut growing, mut others) = (Vec::new(), Others::default());
         for (index, view) in views.iter_mut().enumerate().filter(|(_, view)| view.rule.is_none()) {
             view.memory.notice_pause(at_ms, elapsed_ms, settings.pause_ms);
@@ -165,7 +166,7 @@ impl Round<'_> {
                 continue;
             }
             if elapsed_ms > 0 || view.memory.has_bytes.is_none() {
-                view.memory.notice_growth(view.machine, at_ms, elapsed_ms, room_bytes);
+                view.memory.notice_growth(view.machine, at_ms, elapsed_ms, fast);
             }
             let Some(growth) = view.memory.growth else { continue };
             if is_ours || view.memory.grows(at_ms) {
