@@ -65,7 +65,7 @@ impl Default for Settings {
             idle_ms: 10_000,
             pause_ms: 10_000,
             idle_tax_percent: 75,
-            risk_ppm: 1000,
+            risk_ppm: 100,
             delay_ppm: 10_000,
             default: Profile::default(),
             profiles: BTreeMap::new(),

@@ -112,15 +112,15 @@ impl World {
         }
         decision
     }
-
-    fn rule(&self, decision: &Decision, name: &str) -> Rule {
-        decision.explanations.iter().find(|why| why.machine == name).unwrap().rule
-    }
 }
 
-/// Two machines that grow by 6 GiB at once, of which the second is paused. `B` is what it is named.
-fn one_waits(second: &str) -> World {
-    let mut world = World::of(vec![guest("a", &[Mean::Pause]), guest(second, &[Mean::Pause])]);
+fn rule(decision: &Decision, name: &str) -> Rule {
+    decision.explanations.iter().find(|why| why.machine == name).unwrap().rule
+}
+
+/// Two machines that grow by 6 GiB at once, of which the second is paused.
+fn one_waits() -> World {
+    let mut world = World::of(vec![guest("a", &[Mean::Pause]), guest("b", &[Mean::Pause])]);
     for guest in &mut world.guests {
         guest.wants_bytes = 7 * GIB;
     }
@@ -136,7 +136,7 @@ fn one_waits(second: &str) -> World {
 
 #[test]
 fn the_second_waits_for_the_first() {
-    let mut world = one_waits("b");
+    let mut world = one_waits();
     // The first gets all that it wants, and keeps it for a while.
     for _ in 0..30 {
         world.pass(100);
@@ -144,16 +144,16 @@ fn the_second_waits_for_the_first() {
         assert!(world.host().available_bytes >= TOTAL_BYTES / 25, "{:?}", world.host());
     }
     let decision = world.decide();
-    let rule = world.rule(&decision, "b");
-    assert!(matches!(rule, Rule::Delay { running: 1, .. }), "{rule:?}");
+    let why = rule(&decision, "b");
+    assert!(matches!(why, Rule::Delay { running: 1, .. }), "{why:?}");
     assert_eq!(world.guests[0].has_bytes, 7 * GIB);
     let nothing = fit(&world.snapshot(), &world.state, &world.settings, "default", MIB, 9);
     assert_eq!((nothing.machines, nothing.delayed), (0, 1), "{nothing:?}");
     world.guests[0].wants_bytes = GIB;
     world.pass(100);
     let decision = world.decide();
-    let rule = world.rule(&decision, "b");
-    assert!(matches!(rule, Rule::Resumed { .. }), "{rule:?}");
+    let why = rule(&decision, "b");
+    assert!(matches!(why, Rule::Resumed { .. }), "{why:?}");
     for _ in 0..30 {
         world.pass(100);
         assert!(world.decide().orders.is_empty());
@@ -175,16 +175,16 @@ fn a_pause_ends_when_the_machine_must_not_wait() {
             assert!(decision.orders.iter().all(|order| order.machine != "b"), "{decision:?}");
         }
     };
-    let mut held = one_waits("b");
+    let mut held = one_waits();
     held.state.hold("b", true);
     resumes("held", &mut held);
-    let mut latency = one_waits("b");
+    let mut latency = one_waits();
     latency.settings.default.class = Class::Latency;
     resumes("latency", &mut latency);
-    let mut never = one_waits("b");
+    let mut never = one_waits();
     never.settings.pause_ms = 0;
     resumes("never", &mut never);
-    let mut plenty = one_waits("b");
+    let mut plenty = one_waits();
     plenty.guests[0].wants_bytes = GIB;
     // Until the first counts as one that has stopped.
     for _ in 0..3 {
@@ -196,16 +196,16 @@ fn a_pause_ends_when_the_machine_must_not_wait() {
 
 #[test]
 fn a_clock_that_goes_back_ends_pauses() {
-    let mut world = one_waits("b");
+    let mut world = one_waits();
     world.now_ms = 50_000;
     world.guests[1].paused_until_ms = 51_000;
     let decision = world.decide();
-    assert!(matches!(world.rule(&decision, "b"), Rule::Resumed { .. }), "{decision:?}");
+    assert!(matches!(rule(&decision, "b"), Rule::Resumed { .. }), "{decision:?}");
 }
 
 #[test]
 fn what_is_paused_elsewhere_stays_paused() {
-    let mut world = one_waits("b");
+    let mut world = one_waits();
     let mut other = guest("c", &[Mean::Pause, Mean::Park, Mean::Trim]);
     other.has_bytes = GIB;
     other.is_paused_elsewhere = true;
@@ -216,7 +216,7 @@ fn what_is_paused_elsewhere_stays_paused() {
         }
         world.pass(100);
         let decision = world.decide();
-        assert_eq!(world.rule(&decision, "c"), Rule::PausedElsewhere);
+        assert_eq!(rule(&decision, "c"), Rule::PausedElsewhere);
         assert!(decision.orders.iter().all(|order| order.machine != "c"), "{decision:?}");
     }
 }
