@@ -137,7 +137,7 @@ pub struct Fit {
     pub largest_claim_bytes: u64,
     /// The host's level: above tight none fits.
     pub level: Level,
-    /// The number of machines that are paused to delay their growth: while there are any, none fits.
+    /// The number of machines that are paused, since they grew: while there are any, none fits.
     pub delayed: usize,
 }
 
