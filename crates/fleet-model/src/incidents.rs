@@ -259,24 +259,5 @@ pub fn all() -> Vec<Incident> {
             },
             check: |_, moments| at_most("changes of direction", reversals(moments), 6),
         },
-        Incident {
-            name: "peaks at once",
-            story: "Three machines needed the most of their lives in the same seconds; each of \
-                the peaks fits, and all together go to swap before a balloon can react.",
-            simulation: simulation(8 * GIB, ebb, 5),
-            trace: Trace {
-                machines: (0..3)
-                    .map(|_| {
-                        let phases =
-                            vec![wait(60, 150, 50), work(4, 5_000, 50), wait(120, 150, 50)];
-                        machine(6 * GIB, phases)
-                    })
-                    .collect(),
-            },
-            check: |outcome, _| {
-                at_most("written to swap", outcome.swap_out_bytes, 0)?;
-                at_most("paused, in ms", outcome.troubles.paused_ms, 40_000)
-            },
-        },
     ]
 }

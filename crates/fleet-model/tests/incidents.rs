@@ -74,11 +74,6 @@ fn the_deficit_alone_hunts() {
 }
 
 #[test]
-fn balloons_are_too_slow_for_peaks() {
-    goes_wrong("peaks at once", deficit(Law::Change), "written to swap");
-}
-
-#[test]
 fn ebbd_survives_them_all() {
     let lines = all().into_iter().map(|incident| {
         let result = incident.survives(&mut Ebbd::default());
