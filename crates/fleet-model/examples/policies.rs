@@ -9,7 +9,7 @@ fn main() {
     let (host, equipment) = (HostShape::of(15 * GIB), Equipment::ebb());
     let simulation = Simulation { host, equipment, interval_ms: 1000, duration_ms: 2_400_000 };
     println!(
-        "{:>4} {:<24} {:>8} {:>9} {:>8} {:>10} {:>9} {:>9} {:>6}",
+        "{:>4} {:<26} {:>8} {:>9} {:>8} {:>10} {:>9} {:>9} {:>6} {:>6} {:>8}",
         "seed",
         "policy",
         "admitted",
@@ -18,28 +18,34 @@ fn main() {
         "host kills",
         "OOM kills",
         "swap MiB",
-        "orders"
+        "orders",
+        "pauses",
+        "paused s"
     );
     let experienced = Ebbd::with_history_of(&simulation);
     for seed in SEEDS {
         let trace = Recipe::fleet(seed).trace();
-        for (name, mut strategy) in policies(&experienced) {
-            let outcome = simulation.run(&trace, &mut *strategy);
+        for (name, interval_ms, mut strategy) in policies(&experienced) {
+            let outcome = Simulation { interval_ms, ..simulation }.run(&trace, &mut *strategy);
             println!(
-                "{seed:>4} {name:<24} {:>8.2} {:>9} {:>8.3} {:>10} {:>9} {:>9} {:>6}",
+                "{seed:>4} {name:<26} {:>8.2} {:>9} {:>8.3} {:>10} {:>9} {:>9} {:>6} {:>6} {:>8.1}",
                 outcome.admitted_milli as f64 / 1000.0,
                 outcome.completed,
                 outcome.slowdown_milli as f64 / 1000.0,
                 outcome.host_kills,
                 outcome.troubles.oom_kills,
                 outcome.swap_out_bytes / MIB,
-                outcome.orders
+                outcome.orders,
+                outcome.troubles.pauses,
+                outcome.troubles.paused_ms as f64 / 1000.0
             );
         }
     }
 }
 
-fn policies(experienced: &Ebbd) -> Vec<(String, Box<dyn Strategy>)> {
+/// Names, intervals in milliseconds, and policies. A faster interval is fair to simple policies,
+/// since the last ones make urgent decisions ten times a second.
+fn policies(experienced: &Ebbd) -> Vec<(String, u64, Box<dyn Strategy>)> {
     let idle = IdleTarget {
         keep_bytes: GIB,
         idle_ms: 20_000,
@@ -47,9 +53,9 @@ fn policies(experienced: &Ebbd) -> Vec<(String, Box<dyn Strategy>)> {
         admission_bytes: 8 * GIB,
         ..IdleTarget::arcbox()
     };
-    let mut all: Vec<(String, Box<dyn Strategy>)> = vec![
-        ("static".to_owned(), Box::new(StaticLimits)),
-        ("idle target".to_owned(), Box::new(idle)),
+    let mut all: Vec<(String, u64, Box<dyn Strategy>)> = vec![
+        ("static".to_owned(), 1000, Box::new(StaticLimits)),
+        ("idle target".to_owned(), 1000, Box::new(idle)),
     ];
     for (wanted, admission) in [(2, 8), (5, 10), (5, 12)] {
         let deficit = Deficit {
@@ -58,9 +64,12 @@ fn policies(experienced: &Ebbd) -> Vec<(String, Box<dyn Strategy>)> {
             keep_bytes: 512 * MIB,
             admission_bytes: admission * GIB,
         };
-        all.push((format!("deficit {wanted} GiB, {admission}"), Box::new(deficit)));
+        for interval_ms in [1000, 100] {
+            let name = format!("deficit {wanted} GiB, {admission}, {interval_ms} ms");
+            all.push((name, interval_ms, Box::new(deficit)));
+        }
     }
-    all.push(("ebbd".to_owned(), Box::new(Ebbd::default())));
-    all.push(("ebbd, with history".to_owned(), Box::new(experienced.clone())));
+    all.push(("ebbd".to_owned(), 1000, Box::new(Ebbd::default())));
+    all.push(("ebbd, with history".to_owned(), 1000, Box::new(experienced.clone())));
     all
 }

@@ -19,7 +19,8 @@ pub struct Equipment {
 impl Equipment {
     /// Everything that Ebb's machines can do.
     pub fn ebb() -> Self {
-        let means = [Mean::Reporting, Mean::Reclaim, Mean::Trim, Mean::Park, Mean::Balloon];
+        let means =
+            [Mean::Reporting, Mean::Reclaim, Mean::Trim, Mean::Park, Mean::Balloon, Mean::Pause];
         Self { means: means.into_iter().collect(), deflates_on_oom: true }
     }
 
@@ -41,6 +42,10 @@ pub struct Troubles {
     pub stalled_ms: u64,
     /// Files read again because their pages had been evicted.
     pub refault_bytes: u64,
+    /// How often it was paused.
+    pub pauses: u64,
+    /// For how long, in milliseconds, whether it had work or not.
+    pub paused_ms: u64,
 }
 
 /// A machine while it runs.
@@ -67,9 +72,12 @@ pub(crate) struct Guest {
     stale_bytes: u64,
     /// Of kernel, programs, caches and stale memory: what the host has swapped out.
     swapped_bytes: u64,
-    is_parking: bool,
+    /// Caches that are still to be evicted.
+    parking_bytes: u64,
     is_reclaiming: bool,
     stuck_ms: u64,
+    /// The rest of a pause, in milliseconds.
+    pause_left_ms: u64,
     /// Work done and the time that it took, in microseconds.
     pub(crate) work_us: u64,
     pub(crate) working_us: u64,
@@ -125,9 +133,10 @@ impl Guest {
             balloon: Balloon::default(),
             stale_bytes: 0,
             swapped_bytes: 0,
-            is_parking: false,
+            parking_bytes: 0,
             is_reclaiming: false,
             stuck_ms: 0,
+            pause_left_ms: 0,
             work_us: 0,
             working_us: 0,
             troubles: Troubles::default(),
@@ -176,8 +185,16 @@ impl Guest {
             Action::Balloon { target_bytes } if means.has(Mean::Balloon) => {
                 self.balloon.target_bytes = target_bytes.min(self.trace.size_bytes);
             }
-            Action::Park if means.has(Mean::Park) => self.is_parking = true,
+            Action::Park if means.has(Mean::Park) => {
+                self.parking_bytes = self.cold_bytes + self.hot_bytes / 2;
+                self.is_reclaiming = self.parking_bytes == 0;
+            }
             Action::Reclaim if means.has(Mean::Reclaim) => self.is_reclaiming = true,
+            Action::Pause { for_ms } if means.has(Mean::Pause) => {
+                self.troubles.pauses += u64::from(!self.is_paused());
+                self.pause_left_ms = for_ms;
+            }
+            Action::Resume if means.has(Mean::Pause) => self.pause_left_ms = 0,
             // The model has no pages of zeros in use, and no files of stopped machines.
             _ => {}
         }
@@ -186,6 +203,10 @@ impl Guest {
     /// Lets one step pass. Returns whether the machine waited for the host.
     pub(crate) fn step(&mut self, host: &mut HostModel) -> bool {
         let Some(phase) = self.phase() else { return false };
+        if self.is_paused() {
+            self.stand_still(phase);
+            return false;
+        }
         let puffs = self.troubles.out_of_puff_ms;
         self.move_balloon(host);
         let is_busy = phase.activity == Activity::Work || self.troubles.out_of_puff_ms > puffs;
@@ -196,6 +217,22 @@ impl Guest {
         self.report(host);
         self.advance(phase, speed);
         is_fed == Fed::HostIsShort
+    }
+
+    pub(crate) fn is_paused(&self) -> bool {
+        self.pause_left_ms > 0
+    }
+
+    /// Whether its processors have something to do.
+    pub(crate) fn works(&self) -> bool {
+        !self.is_paused() && self.phase().is_some_and(|phase| phase.activity == Activity::Work)
+    }
+
+    /// Lets one step of a pause pass: only external events do not wait for the end.
+    fn stand_still(&mut self, phase: Phase) {
+        self.pause_left_ms = self.pause_left_ms.saturating_sub(STEP_MS);
+        self.troubles.paused_ms += STEP_MS;
+        self.advance(phase, if phase.activity == Activity::Wait { 1000 } else { 0 });
     }
 
     fn move_balloon(&mut self, host: &mut HostModel) {
@@ -333,10 +370,11 @@ impl Guest {
 
     fn report(&mut self, host: &mut HostModel) {
         let means = self.equipment.means;
-        if self.is_parking {
-            let evicted = self.evict(EVICT.min(self.cold_bytes + self.hot_bytes / 2));
-            self.is_parking = evicted == EVICT;
-            self.is_reclaiming |= !self.is_parking;
+        if self.parking_bytes > 0 {
+            let evicted = self.evict(EVICT.min(self.parking_bytes));
+            // A working guest may have evicted some for itself meanwhile.
+            self.parking_bytes = if evicted < EVICT { 0 } else { self.parking_bytes - evicted };
+            self.is_reclaiming |= self.parking_bytes == 0;
         }
         // Blocks that are too small to be reported.
         let rest = self.free() / 64;
@@ -388,7 +426,7 @@ impl Guest {
             resident_bytes: Some(self.resident()),
             swapped_bytes: Some(self.swapped_bytes),
             processor_ms: Some(self.processor_ms),
-            is_paused: false,
+            is_paused: self.is_paused(),
             balloon: self.equipment.means.has(Mean::Balloon).then_some(self.balloon),
             statistics: self.spoken,
             means: self.equipment.means,
@@ -396,6 +434,9 @@ impl Guest {
     }
 
     fn speak(&mut self, now_ms: u64) {
+        if self.is_paused() {
+            return;
+        }
         let age = now_ms - self.started_ms;
         let lies = match self.trace.statistics {
             Honesty::Silent => return,

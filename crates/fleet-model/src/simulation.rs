@@ -12,7 +12,7 @@ use crate::STEP_MS;
 use crate::guest::{Equipment, Guest, Troubles};
 use crate::host::{HostModel, HostShape};
 use crate::strategy::Strategy;
-use crate::trace::{Activity, Trace};
+use crate::trace::Trace;
 
 /// How a trace is run.
 #[derive(Clone, Copy, Debug)]
@@ -21,7 +21,7 @@ pub struct Simulation {
     pub host: HostShape,
     /// What all of its machines have.
     pub equipment: Equipment,
-    /// How often the policy decides, in milliseconds.
+    /// How often the policy decides, in milliseconds, apart from urgent decisions.
     pub interval_ms: u64,
     /// How long the run takes, in milliseconds.
     pub duration_ms: u64,
@@ -74,9 +74,12 @@ impl Simulation {
     ) -> Outcome {
         let mut run = Run::new(self);
         while run.now_ms < self.duration_ms {
-            if run.now_ms.is_multiple_of(self.interval_ms) {
+            let is_regular = run.now_ms.is_multiple_of(self.interval_ms);
+            if is_regular || strategy.is_urgent(&run.host.seen()) {
                 let moment = run.decide(strategy);
                 see(&moment);
+            }
+            if is_regular {
                 run.admit(strategy, trace);
             }
             run.step();
@@ -156,7 +159,7 @@ impl Run {
         let first = (self.now_ms / STEP_MS) as usize;
         for index in 0..count {
             let guest = &mut self.guests[(first + index) % count];
-            let works = guest.phase().is_some_and(|phase| phase.activity == Activity::Work);
+            let works = guest.works();
             let has_waited = guest.step(&mut self.host);
             worked += usize::from(works || has_waited);
             waited += usize::from(has_waited);
@@ -172,14 +175,11 @@ impl Run {
         }
     }
 
-    /// Machines that wait are swapped out first, the largest of them before others.
+    /// Machines that wait or are paused are swapped out first, the largest of them before others.
     fn swap_out(&mut self) {
         let mut wanted = self.host.begin();
         while wanted > 0 {
-            let key = |guest: &Guest| {
-                let waits = guest.phase().is_none_or(|phase| phase.activity == Activity::Wait);
-                (guest.swappable() > 0, waits, guest.swappable())
-            };
+            let key = |guest: &Guest| (guest.swappable() > 0, !guest.works(), guest.swappable());
             let Some(guest) = self.guests.iter_mut().max_by_key(|guest| key(guest)) else { return };
             let bytes = guest.swappable().min(wanted);
             if bytes == 0 {
@@ -224,6 +224,8 @@ impl Run {
         all.out_of_puff_ms += own.out_of_puff_ms;
         all.stalled_ms += own.stalled_ms;
         all.refault_bytes += own.refault_bytes;
+        all.pauses += own.pauses;
+        all.paused_ms += own.paused_ms;
     }
 
     fn finish(mut self) -> Outcome {

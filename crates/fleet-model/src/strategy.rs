@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use ebb_host_policy::{
-    Action, Explanation, MIB, Machine, Order, Settings, Snapshot, State, decide, fit,
+    Action, Explanation, Host, MIB, Machine, Order, Settings, Snapshot, State, decide, fit,
+    is_urgent,
 };
 
 use crate::simulation::Simulation;
@@ -11,11 +12,16 @@ use crate::trace::Recipe;
 
 /// A policy.
 pub trait Strategy {
-    /// What is to be done now. Called once per interval.
+    /// What is to be done now. Called once per interval, and in each step that is urgent.
     fn decide(&mut self, snapshot: &Snapshot) -> Vec<Order>;
 
     /// Whether another machine of this size may start now.
     fn admits(&mut self, snapshot: &Snapshot, size_bytes: u64) -> bool;
+
+    /// Whether a decision is to be made before the end of the interval. Called in each step.
+    fn is_urgent(&mut self, _host: &Host) -> bool {
+        false
+    }
 }
 
 /// The policy of [`ebb_host_policy`].
@@ -33,8 +39,6 @@ impl Ebbd {
     /// A policy with the history of other traces on the same host.
     pub fn with_history_of(simulation: &Simulation) -> Self {
         let mut teacher = Self::default();
-        // History grows with the number of machines.
-        teacher.settings.risk_ppm = 20_000;
         for seed in 101..=103 {
             teacher.state = State::with_history(std::mem::take(&mut teacher.state).history);
             simulation.run(&Recipe::fleet(seed).trace(), &mut teacher);
@@ -52,6 +56,10 @@ impl Strategy for Ebbd {
 
     fn admits(&mut self, snapshot: &Snapshot, size_bytes: u64) -> bool {
         fit(snapshot, &self.state, &self.settings, "default", size_bytes, 1).machines > 0
+    }
+
+    fn is_urgent(&mut self, host: &Host) -> bool {
+        is_urgent(host, &self.state, &self.settings)
     }
 }
 

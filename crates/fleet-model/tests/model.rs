@@ -5,7 +5,7 @@
 use ebb_fleet_model::strategy::StaticLimits;
 use ebb_fleet_model::trace::{JUDGING_SEED, SEEDS};
 use ebb_fleet_model::{Equipment, HostShape, Recipe, Simulation, Strategy};
-use ebb_host_policy::{Action, GIB, Order, Snapshot};
+use ebb_host_policy::{Action, GIB, Host, Machine, Order, Snapshot};
 use proptest::prelude::{Just, ProptestConfig, prop, prop_oneof, proptest};
 
 /// Random orders.
@@ -27,11 +27,14 @@ impl Strategy for Anything {
         let mut orders = Vec::new();
         for machine in &snapshot.machines {
             let target_bytes = machine.size_bytes * self.next(120) / 100;
-            let action = match self.next(8) {
+            let for_ms = self.next(5_000);
+            let action = match self.next(10) {
                 0 => Action::Balloon { target_bytes },
                 1 => Action::Park,
                 2 => Action::Reclaim,
                 3 => Action::Balloon { target_bytes: 0 },
+                4 => Action::Pause { for_ms },
+                5 => Action::Resume,
                 _ => continue,
             };
             orders.push(Order { machine: machine.name.clone(), action });
@@ -41,6 +44,10 @@ impl Strategy for Anything {
 
     fn admits(&mut self, snapshot: &Snapshot, _size_bytes: u64) -> bool {
         snapshot.machines.len() < self.most
+    }
+
+    fn is_urgent(&mut self, _host: &Host) -> bool {
+        self.next(4) == 0
     }
 }
 
@@ -81,6 +88,38 @@ proptest! {
             }
         });
     }
+}
+
+/// Pauses one machine again and again.
+struct Pauses;
+
+impl Strategy for Pauses {
+    fn decide(&mut self, snapshot: &Snapshot) -> Vec<Order> {
+        let runs = snapshot.machines.iter().find(|machine| !machine.is_paused);
+        let order = |machine: &Machine| Order {
+            machine: machine.name.clone(),
+            action: Action::Pause { for_ms: 500 },
+        };
+        runs.map(order).into_iter().collect()
+    }
+
+    fn admits(&mut self, snapshot: &Snapshot, _size_bytes: u64) -> bool {
+        snapshot.machines.is_empty()
+    }
+}
+
+/// Half of each second: twice the time for the work.
+#[test]
+fn pauses_take_time_and_end_by_themselves() {
+    let (host, equipment) = (HostShape::of(15 * GIB), Equipment::ebb());
+    let simulation = Simulation { host, equipment, interval_ms: 1000, duration_ms: 60_000 };
+    let trace = Recipe { machines: 1, every_ms: 0, ..Recipe::fleet(5) }.trace();
+    let outcome = simulation.observe(&trace, &mut Pauses, |moment| {
+        // The pause of the last second has ended.
+        assert!(moment.snapshot.machines.iter().all(|machine| !machine.is_paused), "{moment:?}");
+    });
+    assert_eq!((outcome.troubles.pauses, outcome.troubles.paused_ms), (59, 29_500), "{outcome:?}");
+    assert!((1_500..2_500).contains(&outcome.slowdown_milli), "{outcome:?}");
 }
 
 /// Machines whose sizes all fit.

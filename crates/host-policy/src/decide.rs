@@ -51,8 +51,10 @@ pub fn decide(snapshot: &Snapshot, mut state: State, settings: &Settings) -> Dec
     let elapsed_ms = state.at_ms.map_or(0, |before| at_ms - before);
     let cause = state.host.judge(at_ms, &snapshot.host, settings);
     let level = state.host.level;
-    let mut round = Round { snapshot, settings, level, needed_bytes: 0, state };
-    let mut views = round.look(elapsed_ms);
+    let (needed_bytes, wanted_room_bytes) = (0, 0);
+    let mut round = Round { snapshot, settings, level, needed_bytes, wanted_room_bytes, state };
+    let mut views = round.look();
+    round.pause(&mut views, elapsed_ms);
     round.needed_bytes = round.needed();
     round.urgent(&mut views);
     round.take(&mut views);
@@ -61,25 +63,25 @@ pub fn decide(snapshot: &Snapshot, mut state: State, settings: &Settings) -> Dec
 }
 
 /// One machine in a decision.
-struct View<'a> {
-    machine: &'a Machine,
-    profile: &'a Profile,
+pub(crate) struct View<'a> {
+    pub(crate) machine: &'a Machine,
+    pub(crate) profile: &'a Profile,
     profile_name: &'a str,
     known: Result<Known, Doubt>,
-    memory: MachineState,
+    pub(crate) memory: MachineState,
     idle_ms: u64,
     new_kills: u64,
     action: Option<Action>,
-    rule: Option<Rule>,
+    pub(crate) rule: Option<Rule>,
     clamp: Option<Clamp>,
 }
 
 impl View<'_> {
-    fn decide(&mut self, rule: Rule, action: Option<Action>) {
+    pub(crate) fn decide(&mut self, rule: Rule, action: Option<Action>) {
         (self.rule, self.action) = (Some(rule), action);
     }
 
-    fn has(&self, mean: Mean) -> bool {
+    pub(crate) fn has(&self, mean: Mean) -> bool {
         self.machine.means.has(mean) && (mean != Mean::Balloon || self.machine.balloon.is_some())
     }
 
@@ -87,7 +89,7 @@ impl View<'_> {
         self.machine.balloon.map_or(0, |balloon| balloon.target_bytes)
     }
 
-    fn resident_bytes(&self) -> u64 {
+    pub(crate) fn resident_bytes(&self) -> u64 {
         self.machine.resident_bytes.unwrap_or(0)
     }
 
@@ -112,22 +114,24 @@ impl View<'_> {
     }
 }
 
-struct Round<'a> {
-    snapshot: &'a Snapshot,
-    settings: &'a Settings,
+pub(crate) struct Round<'a> {
+    pub(crate) snapshot: &'a Snapshot,
+    pub(crate) settings: &'a Settings,
     level: Level,
     /// What machines are to give.
     needed_bytes: u64,
-    state: State,
+    /// What a paused machine lacks to go on.
+    pub(crate) wanted_room_bytes: u64,
+    pub(crate) state: State,
 }
 
 impl<'a> Round<'a> {
-    fn at_ms(&self) -> u64 {
+    pub(crate) fn at_ms(&self) -> u64 {
         self.snapshot.at_ms
     }
 
     /// Compares all machines with what is remembered of them.
-    fn look(&mut self, elapsed_ms: u64) -> Vec<View<'a>> {
+    fn look(&mut self) -> Vec<View<'a>> {
         let (at_ms, settings) = (self.at_ms(), self.settings);
         let mut before = std::mem::take(&mut self.state.machines);
         let mut names = BTreeSet::new();
@@ -136,8 +140,7 @@ impl<'a> Round<'a> {
             let (profile_name, profile) = settings.profile(&machine.name);
             let known = assess(machine, at_ms, settings.stale_ms);
             let mut memory = before.remove(&machine.name).unwrap_or_default();
-            let (idle_ms, new_kills) =
-                memory.notice(machine, known.as_ref().ok(), at_ms, elapsed_ms);
+            let (idle_ms, new_kills) = memory.notice(machine, known.as_ref().ok(), at_ms);
             let rule = (!names.insert(&machine.name)).then_some(Rule::SameName);
             views.push(View {
                 machine,
@@ -154,6 +157,9 @@ impl<'a> Round<'a> {
         }
         // A hold survives the machine's absence.
         before.retain(|_, memory| memory.is_held);
+        for memory in before.values_mut() {
+            memory.paused_until_ms = None;
+        }
         self.state.machines = before;
         views
     }
@@ -165,7 +171,7 @@ impl<'a> Round<'a> {
         }
         let host = &self.snapshot.host;
         let wanted = part(host.total_bytes, self.settings.tight_percent * 115, 10_000);
-        wanted.saturating_sub(host.available_bytes)
+        wanted.saturating_sub(host.available_bytes).max(self.wanted_room_bytes)
     }
 
     /// Rules that apply at any level.
@@ -296,16 +302,21 @@ impl<'a> Round<'a> {
         let (at_ms, needed_bytes) = (self.at_ms(), self.needed_bytes);
         let (idle_ms, resident_bytes) = (view.idle_ms, view.resident_bytes());
         let for_ms = view.memory.taking.left_ms(at_ms);
-        if for_ms > 0 {
+        let is_for_claims = self.takes_for_claims(view);
+        if for_ms > 0 && !is_for_claims {
+            if self.wanted_room_bytes > 0 && self.reclaim(view) {
+                return true;
+            }
             view.decide(Rule::Backoff { for_ms }, None);
             return false;
         }
         let needs = self.idle_at_least_ms(view.profile.class);
+        let needs = if is_for_claims { Some(0) } else { needs };
         let Some(idle_at_least_ms) = needs.filter(|least| idle_ms >= *least) else {
             return self.reclaim(view);
         };
         let is_idle = idle_ms > 0 || view.profile.class == Class::Parked;
-        if view.has(Mean::Park) && is_idle {
+        if view.has(Mean::Park) && (is_idle || is_for_claims) {
             let rule = Rule::Park { needed_bytes, gain_bytes, idle_ms, idle_at_least_ms };
             view.decide(rule, Some(Action::Park));
         } else if view.has(Mean::Balloon) && is_idle && self.may_squeeze(view) {
@@ -331,17 +342,28 @@ impl<'a> Round<'a> {
         true
     }
 
+    /// Whether its caches are evicted, though it works or has read them again the last time: a
+    /// machine that grows would be paused for longer than it takes to read them.
+    fn takes_for_claims(&self, view: &View) -> bool {
+        self.wanted_room_bytes > 0
+            && view.profile.class == Class::Batch
+            && view.has(Mean::Park)
+            && !view.memory.grows(self.at_ms())
+            && !view.memory.is_being_judged()
+    }
+
     /// Has a guest report its free memory that the host still holds.
     fn reclaim(&self, view: &mut View) -> bool {
         let Ok(known) = view.known else { return false };
         let busy = view.machine.outside_balloon_bytes().saturating_sub(known.free);
         let stale_bytes = view.resident_bytes().saturating_sub(busy);
-        if !view.has(Mean::Reclaim) || stale_bytes < LEAST_GAIN_BYTES {
+        let is_new = view.memory.reclaiming.left_ms(self.at_ms()) == 0;
+        if !is_new || !view.has(Mean::Reclaim) || stale_bytes < LEAST_GAIN_BYTES {
             return false;
         }
         let needed_bytes = self.needed_bytes;
         view.decide(Rule::Reclaim { needed_bytes, stale_bytes }, Some(Action::Reclaim));
-        view.memory.taking.pause(self.at_ms(), RECLAIM_AGAIN_MS);
+        view.memory.reclaiming.pause(self.at_ms(), RECLAIM_AGAIN_MS);
         true
     }
 
@@ -369,7 +391,10 @@ impl<'a> Round<'a> {
             let least = self.idle_at_least_ms(view.profile.class);
             let is_idle = least.is_some_and(|least| view.idle_ms >= least);
             let rests = view.memory.resting.left_ms(self.at_ms()) > 0;
-            let is_spared = !is_idle || rests && self.level < Level::Emergency;
+            // What is given to one that grows is not taken away at once.
+            let is_spared = view.memory.grows(self.at_ms())
+                || !is_idle
+                || rests && self.level < Level::Emergency;
             if is_spared || !view.has(Mean::Balloon) || !self.may_squeeze(view) {
                 continue;
             }
@@ -425,7 +450,8 @@ impl<'a> Round<'a> {
         for view in views {
             let rule = view.rule.unwrap_or(Rule::Enough { level: self.level });
             let name = &view.machine.name;
-            if is_new_second {
+            // A machine that stands still does not show what it needs.
+            if is_new_second && !view.machine.is_paused {
                 self.state.history.note(view.profile_name, view.machine, view.known.as_ref());
             }
             let mut memory = view.memory;

@@ -127,9 +127,39 @@ pub enum Rule {
         /// What a byte of it costs, in thousandths of one that is used.
         cost_milli: u64,
     },
-    /// A pause after an attempt, which is longer if that returned little or did harm.
+    /// It grows fast, and would take what others can claim: it is paused.
+    Delay {
+        /// By how much it has grown.
+        growth_bytes: u64,
+        /// What it can still take.
+        claim_bytes: u64,
+        /// What the host has above the limit of an emergency, without the claims of machines that
+        /// go on before it.
+        room_bytes: u64,
+        /// What is expected back: from machines that have grown and stopped, and from those that
+        /// were asked for memory.
+        expected_bytes: u64,
+        /// The number of machines that go on, or have grown and stopped.
+        running: u64,
+        /// For how long it was paused already, in milliseconds.
+        paused_ms: u64,
+    },
+    /// Its pause ends.
+    Resumed {
+        /// What it can still take.
+        claim_bytes: u64,
+        /// What the host has above the limit of an emergency.
+        room_bytes: u64,
+        /// For how long it was paused, in milliseconds.
+        paused_ms: u64,
+        /// The longest pause.
+        longest_ms: u64,
+    },
+    /// It is paused, but not from here.
+    PausedElsewhere,
+    /// A wait after an attempt, which is longer if that returned little or did harm.
     Backoff {
-        /// The rest of the pause, in milliseconds.
+        /// The rest of the wait, in milliseconds.
         for_ms: u64,
     },
 }
@@ -168,6 +198,9 @@ impl Rule {
             Self::Trim { .. } => "trim",
             Self::Stop { .. } => "stop",
             Self::Shares { .. } => "shares",
+            Self::Delay { .. } => "delay",
+            Self::Resumed { .. } => "resumed",
+            Self::PausedElsewhere => "paused_elsewhere",
             Self::Backoff { .. } => "backoff",
         }
     }
@@ -273,6 +306,32 @@ impl fmt::Display for Rule {
                 Size(taken_bytes),
                 Size(used_bytes)
             ),
+            Self::Delay {
+                growth_bytes,
+                claim_bytes,
+                room_bytes,
+                expected_bytes,
+                running,
+                paused_ms,
+            } => write!(
+                f,
+                "it has grown by {} and can still take {}; {running} others leave {}, and {} are \
+                 expected back; paused for {} so far",
+                Size(growth_bytes),
+                Size(claim_bytes),
+                Size(room_bytes),
+                Size(expected_bytes),
+                Time(paused_ms)
+            ),
+            Self::Resumed { claim_bytes, room_bytes, paused_ms, longest_ms } => write!(
+                f,
+                "it goes on after {} (at most {}): it can still take {}, and the host has {}",
+                Time(paused_ms),
+                Time(longest_ms),
+                Size(claim_bytes),
+                Size(room_bytes)
+            ),
+            Self::PausedElsewhere => f.write_str("its processors stand still by another order"),
             Self::Backoff { for_ms } => write!(
                 f,
                 "no further attempt for {}, to see what the last one has returned",

@@ -3,10 +3,15 @@
 
 #![allow(clippy::unwrap_used)]
 
+use std::collections::BTreeSet;
+
 use serde_json::Value;
 
 use crate::snapshot::{Balloon, Host, Machine, Mean, Means, Pressure, Snapshot, Statistics, Swap};
-use crate::{Action, Class, Decision, GIB, Level, Profile, Rule, Settings, State, decide, fit};
+use crate::{
+    Action, Class, Decision, GIB, Level, Order, Profile, Rule, Settings, State, decide, fit,
+    is_urgent,
+};
 
 /// A fuzz target by name.
 pub type Target = (&'static str, fn(&[u8]));
@@ -27,17 +32,25 @@ pub fn decisions(data: &[u8]) {
     settings.check().unwrap();
     let mut state = State::default();
     state.hold("held", true);
+    let mut last = None;
     for _ in 0..MOST_DECISIONS {
         if input.0.is_empty() {
             break;
         }
-        let snapshot = input.snapshot();
+        let snapshot = match &last {
+            Some(last) if input.byte() > 63 => input.later(last),
+            _ => input.snapshot(),
+        };
         let file = serde_json::to_value(&state).unwrap();
+        let paused = paused(&state);
+        is_urgent(&snapshot.host, &state, &settings);
         let decision = decide(&snapshot, state, &settings);
         check(&snapshot, &decision, &settings);
+        check_pauses(&snapshot, &decision, &settings, &paused);
         // What was written to a file and read again decides the same.
         let again = decide(&snapshot, serde_json::from_value(file).unwrap(), &settings);
         assert_eq!(again, decision);
+        last = Some((snapshot.clone(), decision.orders));
         state = decision.state;
         assert_eq!(state.held().collect::<Vec<_>>(), ["held"]);
         fit(&snapshot, &state, &settings, "default", input.size(), 3);
@@ -70,7 +83,7 @@ fn check(snapshot: &Snapshot, decision: &Decision, settings: &Settings) {
     for (machine, why) in snapshot.machines.iter().zip(&decision.explanations) {
         assert_eq!(machine.name, why.machine);
         let Some(action) = why.action else { continue };
-        assert_ne!(machine.name, "held");
+        assert!(machine.name != "held" || action == Action::Resume);
         // Each action names its inputs.
         let document = serde_json::to_value(why.rule).unwrap();
         let inputs = document.as_object().unwrap().iter().filter(|(key, _)| *key != "name");
@@ -91,7 +104,8 @@ fn check(snapshot: &Snapshot, decision: &Decision, settings: &Settings) {
             Action::Park => Mean::Park,
             Action::Reclaim => Mean::Reclaim,
             Action::Trim => Mean::Trim,
-            Action::Pause { .. } | Action::Resume => Mean::Pause,
+            // See below.
+            Action::Pause { .. } | Action::Resume => continue,
             Action::Stop => {
                 assert!(is_parked && decision.level >= Level::Pressed);
                 Mean::Stop
@@ -100,6 +114,49 @@ fn check(snapshot: &Snapshot, decision: &Decision, settings: &Settings) {
         assert!(machine.means.has(mean), "{why:?}");
         assert!(decision.level > Level::Plenty || is_parked, "{why:?}");
     }
+}
+
+/// Machines that are paused by a decision.
+fn paused(state: &State) -> BTreeSet<String> {
+    let paused = state.machines.iter().filter(|(_, machine)| machine.paused_until_ms.is_some());
+    paused.map(|(name, _)| name.clone()).collect()
+}
+
+/// Only machines that may wait are paused, not for too long, and with hope. Those that were paused
+/// elsewhere are left alone. `before` are those that were paused by the decisions before.
+fn check_pauses(
+    snapshot: &Snapshot,
+    decision: &Decision,
+    settings: &Settings,
+    before: &BTreeSet<String>,
+) {
+    let at_ms = snapshot.bounded().at_ms;
+    for (machine, why) in snapshot.machines.iter().zip(&decision.explanations) {
+        let is_ours = before.contains(&machine.name);
+        if machine.is_paused {
+            let is_pausing = matches!(why.action, Some(Action::Pause { .. } | Action::Resume));
+            assert!(why.action.is_none() || is_ours && is_pausing, "{why:?}");
+        }
+        if why.action == Some(Action::Resume) {
+            assert!(is_ours && matches!(why.rule, Rule::Resumed { .. }), "{why:?}");
+        }
+        let Rule::Delay { claim_bytes, room_bytes, expected_bytes, running, paused_ms, .. } =
+            why.rule
+        else {
+            assert!(!matches!(why.action, Some(Action::Pause { .. })), "{why:?}");
+            continue;
+        };
+        assert!(settings.profile(&machine.name).1.class != Class::Latency, "{why:?}");
+        assert!(machine.means.has(Mean::Pause) && machine.name != "held", "{why:?}");
+        assert!(paused_ms < settings.pause_ms, "{why:?}");
+        // Another machine goes on, or what it lacks is expected.
+        assert!(running > 0 || claim_bytes <= room_bytes.saturating_add(expected_bytes), "{why:?}");
+        let until_ms = decision.state.machines[&machine.name].paused_until_ms.unwrap();
+        assert!((at_ms..=at_ms + settings.pause_ms - paused_ms).contains(&until_ms), "{why:?}");
+    }
+    let delayed = decision.explanations.iter().filter(|why| matches!(why.rule, Rule::Delay { .. }));
+    let delayed: BTreeSet<String> = delayed.map(|why| why.machine.clone()).collect();
+    assert_eq!(paused(&decision.state), delayed);
 }
 
 /// A balloon takes nothing that the guest uses, or that the profile keeps for it, and nothing from
@@ -165,6 +222,38 @@ impl Input<'_> {
         let count = self.byte() % 5;
         let machines = (0..count).map(|_| self.machine()).collect();
         Snapshot { at_ms, host, machines }
+    }
+
+    /// The same machines a moment later: orders to pause and to resume are carried out, and some
+    /// machines grow or are paused elsewhere.
+    fn later(&mut self, (snapshot, orders): &(Snapshot, Vec<Order>)) -> Snapshot {
+        let mut snapshot = snapshot.bounded();
+        snapshot.at_ms += 20 * u64::from(self.byte());
+        for machine in &mut snapshot.machines {
+            for order in orders.iter().filter(|order| order.machine == machine.name) {
+                match order.action {
+                    Action::Pause { .. } => machine.is_paused = true,
+                    Action::Resume => machine.is_paused = false,
+                    _ => {}
+                }
+            }
+            let grown_bytes = match self.byte() {
+                units @ 64..224 => u64::from(units) * (GIB / 256),
+                224.. => {
+                    machine.is_paused = !machine.is_paused;
+                    0
+                }
+                _ => 0,
+            };
+            if let Some(resident_bytes) =
+                machine.resident_bytes.as_mut().filter(|_| !machine.is_paused)
+            {
+                *resident_bytes += grown_bytes;
+                let available_bytes = &mut snapshot.host.available_bytes;
+                *available_bytes = available_bytes.saturating_sub(grown_bytes);
+            }
+        }
+        snapshot
     }
 
     fn machine(&mut self) -> Machine {

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::level::{Level, part};
 use crate::settings::Settings;
-use crate::snapshot::{MOST, Machine, Snapshot};
+use crate::snapshot::{MOST, Machine, Mean, Snapshot};
 use crate::state::State;
 use crate::trust::{Doubt, Known, assess};
 
@@ -25,13 +25,22 @@ const LASTS_SECONDS: u64 = 10;
 /// Parts that a host's memory is divided into.
 const CELLS: usize = 512;
 
-/// What machines have needed, by profile.
+/// What machines have needed, by profile and by the binary logarithm of their size.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct History {
-    profiles: BTreeMap<String, Needs>,
+    profiles: BTreeMap<String, BTreeMap<u32, Alike>>,
 }
 
-/// What machines of a profile have needed.
+/// What machines of a profile and of about one size have needed.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Alike {
+    /// While their statistics were used.
+    known: Needs,
+    /// While they were not: all that they have counts.
+    doubted: Needs,
+}
+
+/// How much was needed how often.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Needs {
     /// How often a machine needed so many parts of its size, rounded up; empty or [`PARTS`].
@@ -46,17 +55,34 @@ impl History {
             return;
         }
         if !self.profiles.contains_key(profile) {
-            self.profiles.insert(profile.to_owned(), Needs::default());
+            self.profiles.insert(profile.to_owned(), BTreeMap::new());
         }
-        if let Some(needs) = self.profiles.get_mut(profile) {
+        if let Some(sizes) = self.profiles.get_mut(profile) {
+            let Alike { known: all, doubted } = sizes.entry(log(machine.size_bytes)).or_default();
+            let needs = if known.is_ok() { all } else { doubted };
             needs.note(need_bytes(machine, known), machine.size_bytes);
         }
     }
 
     /// For how long machines of a profile have been observed, together.
     pub fn observed_seconds(&self, profile: &str) -> u64 {
-        self.profiles.get(profile).map_or(0, |needs| needs.sum)
+        let sizes = self.profiles.get(profile).into_iter().flat_map(BTreeMap::values);
+        sizes.fold(0, |sum, it| sum.saturating_add(it.observed_seconds()))
     }
+
+    fn alike(&self, profile: &str, size_bytes: u64) -> Option<&Alike> {
+        self.profiles.get(profile)?.get(&log(size_bytes))
+    }
+}
+
+impl Alike {
+    fn observed_seconds(&self) -> u64 {
+        self.known.sum.saturating_add(self.doubted.sum)
+    }
+}
+
+fn log(size_bytes: u64) -> u32 {
+    size_bytes.max(1).ilog2()
 }
 
 /// Memory of the host that a machine cannot do without.
@@ -91,10 +117,14 @@ impl Needs {
 pub struct Fit {
     /// The number of machines.
     pub machines: u64,
-    /// The probability that all together need more than there is at a time, with one machine more
-    /// than these, in millionths.
+    /// The probability that the host has too little at a time, with one machine more than these, in
+    /// millionths: machines that can be paused need what they do on the mean, and one of them all
+    /// that it can claim.
     pub risk_of_next_ppm: u64,
-    /// For how long machines of the profile have been observed, in seconds.
+    /// The probability that all together need more than there is, with one machine more than these,
+    /// in millionths: as far as they can be paused, they are delayed then.
+    pub delay_of_next_ppm: u64,
+    /// For how long machines of the profile and about this size have been observed, in seconds.
     pub observed_seconds: u64,
     /// Memory that machines can have, those that run included.
     pub capacity_bytes: u64,
@@ -102,8 +132,13 @@ pub struct Fit {
     pub needed_bytes: u64,
     /// What a new one needs on the mean.
     pub needed_by_one_bytes: u64,
+    /// The most that one machine that can be paused can need beyond its mean, the next one
+    /// included.
+    pub largest_claim_bytes: u64,
     /// The host's level: above tight none fits.
     pub level: Level,
+    /// The number of machines that are paused, since they grew: while there are any, none fits.
+    pub delayed: usize,
 }
 
 /// How many more machines of this size and profile fit, up to `most`.
@@ -127,36 +162,56 @@ pub fn fit(
     let grid = Grid { cell_bytes: (capacity_bytes / CELLS as u64).max(1) };
 
     // Machines of one profile, of about one size, that need about the same now, are alike.
-    let mut alike = BTreeMap::<(&str, u64, u64), u64>::new();
+    let mut alike = BTreeMap::<(&str, u64, u64, bool, Delays), u64>::new();
     for machine in &snapshot.machines {
         let known = assess(machine, snapshot.at_ms, settings.stale_ms);
         let now = need_bytes(machine, known.as_ref());
-        let key = (settings.profile(&machine.name).0, round_up(machine.size_bytes), round_up(now));
-        *alike.entry(key).or_default() += 1;
+        let (name, profile) = settings.profile(&machine.name);
+        let sizes = (round_up(machine.size_bytes), round_up(now));
+        let is_held = state.machines.get(&machine.name).is_some_and(|it| it.is_held);
+        let may_wait = !is_held && machine.means.has(Mean::Pause) && settings.may_pause(profile);
+        let delays = if may_wait { Delays::Possible } else { Delays::Impossible };
+        *alike.entry((name, sizes.0, sizes.1, known.is_ok(), delays)).or_default() += 1;
     }
-    let needs = |profile: &str| state.history.profiles.get(profile);
-    let mut all = Distribution::nothing();
-    for ((profile, size_bytes, now_bytes), count) in alike {
-        all = all.and(&grid.need(needs(profile), size_bytes, now_bytes).times(count));
+    let mut sum = Sum::nothing();
+    for ((profile, size_bytes, now_bytes, is_known, delays), count) in alike {
+        let alike = state.history.alike(profile, size_bytes);
+        let needs = alike.map(|it| if is_known { &it.known } else { &it.doubted });
+        let need = grid.need(needs.as_slice(), size_bytes, now_bytes);
+        sum.add(&grid, &need, size_bytes, delays, count);
     }
-    let one = grid.need(needs(profile), size_bytes, 0);
+    // Whether a new one will be believed is not known. Its monitor is like the others.
+    let alike_one = state.history.alike(profile, size_bytes);
+    let needs: Vec<&Needs> = alike_one.iter().flat_map(|it| [&it.known, &it.doubted]).collect();
+    let one = grid.need(&needs, size_bytes, 0);
+    let may_wait = snapshot.machines.iter().all(|machine| machine.means.has(Mean::Pause))
+        && settings.may_pause(settings.profiles.get(profile).unwrap_or(&settings.default));
+    let delays = if may_wait { Delays::Possible } else { Delays::Impossible };
     let mut fit = Fit {
         machines: 0,
         risk_of_next_ppm: 0,
-        observed_seconds: state.history.observed_seconds(profile),
+        delay_of_next_ppm: 0,
+        observed_seconds: alike_one.map_or(0, Alike::observed_seconds),
         capacity_bytes,
-        needed_bytes: all.mean_bytes(&grid),
+        needed_bytes: sum.all.mean_bytes(&grid),
         needed_by_one_bytes: one.mean_bytes(&grid),
+        largest_claim_bytes: 0,
         level: state.host.level,
+        delayed: state.machines.values().filter(|it| it.paused_until_ms.is_some()).count(),
     };
-    if state.host.level > Level::Tight {
-        fit.risk_of_next_ppm = 1_000_000;
+    if fit.level > Level::Tight || fit.delayed > 0 {
+        (fit.risk_of_next_ppm, fit.delay_of_next_ppm) = (1_000_000, 1_000_000);
         return fit;
     }
     loop {
-        all = all.and(&one);
-        fit.risk_of_next_ppm = (all.too_much * 1e6).ceil().min(1e6) as u64;
-        if fit.risk_of_next_ppm > settings.risk_ppm || fit.machines == most {
+        sum.add(&grid, &one, size_bytes, delays, 1);
+        fit.largest_claim_bytes = sum.largest_claim_bytes;
+        fit.risk_of_next_ppm = sum.with_delays(&grid).too_much_ppm();
+        fit.delay_of_next_ppm = sum.all.too_much_ppm();
+        let is_too_much = fit.risk_of_next_ppm > settings.risk_ppm
+            || fit.delay_of_next_ppm > settings.delay_ppm
+            || fit.machines == most;
+        if is_too_much {
             return fit;
         }
         fit.machines += 1;
@@ -169,14 +224,73 @@ fn round_up(bytes: u64) -> u64 {
     bytes.next_multiple_of(step)
 }
 
+/// Whether a machine can be paused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Delays {
+    Possible,
+    Impossible,
+}
+
+/// What several machines need.
+struct Sum {
+    all: Distribution,
+    /// Only those that cannot be paused.
+    unpaused: Distribution,
+    /// What the others need on the mean, and the most that one of them can need beyond that.
+    paused_bytes: u64,
+    largest_claim_bytes: u64,
+}
+
+impl Sum {
+    fn nothing() -> Self {
+        let (all, unpaused) = (Distribution::nothing(), Distribution::nothing());
+        Self { all, unpaused, paused_bytes: 0, largest_claim_bytes: 0 }
+    }
+
+    /// Adds so many machines of a size with this need.
+    fn add(
+        &mut self,
+        grid: &Grid,
+        one: &Distribution,
+        size_bytes: u64,
+        delays: Delays,
+        count: u64,
+    ) {
+        let several = one.clone().times(count);
+        self.all = self.all.and(&several);
+        if delays == Delays::Impossible {
+            self.unpaused = self.unpaused.and(&several);
+            return;
+        }
+        let mean_bytes = one.mean_bytes(grid);
+        let claim_bytes = size_bytes.saturating_sub(mean_bytes);
+        self.paused_bytes = self.paused_bytes.saturating_add(mean_bytes.saturating_mul(count));
+        self.largest_claim_bytes = self.largest_claim_bytes.max(claim_bytes);
+    }
+
+    /// What is needed at a time if machines are paused: one after the other gets what it claims.
+    fn with_delays(&self, grid: &Grid) -> Distribution {
+        self.unpaused.and(&grid.exactly(self.paused_bytes.saturating_add(self.largest_claim_bytes)))
+    }
+}
+
 /// Memory in cells.
 struct Grid {
     cell_bytes: u64,
 }
 
 impl Grid {
+    fn exactly(&self, bytes: u64) -> Distribution {
+        let mut distribution = Distribution { cells: vec![0.0; CELLS], too_much: 0.0 };
+        match distribution.cells.get_mut(bytes.div_ceil(self.cell_bytes) as usize) {
+            Some(cell) => *cell = 1.0,
+            None => distribution.too_much = 1.0,
+        }
+        distribution
+    }
+
     /// What a machine needs, at least what it needs now.
-    fn need(&self, needs: Option<&Needs>, size_bytes: u64, now_bytes: u64) -> Distribution {
+    fn need(&self, needs: &[&Needs], size_bytes: u64, now_bytes: u64) -> Distribution {
         let mut distribution = Distribution { cells: vec![0.0; CELLS], too_much: 0.0 };
         let mut add = |bytes: u64, probability: f64| {
             // At least one cell, so that the number of machines is bounded.
@@ -187,7 +301,7 @@ impl Grid {
             }
         };
         let unseen = (3 * LASTS_SECONDS) as f64;
-        let sum = needs.map_or(0, |needs| needs.sum) as f64 + unseen;
+        let sum = needs.iter().map(|needs| needs.sum as f64).sum::<f64>() + unseen;
         add(size_bytes, unseen / sum);
         for (index, count) in needs.iter().flat_map(|needs| needs.counts.iter().enumerate()) {
             if *count > 0 {
@@ -239,6 +353,10 @@ impl Distribution {
             }
         }
         all
+    }
+
+    fn too_much_ppm(&self) -> u64 {
+        (self.too_much * 1e6).ceil().min(1e6) as u64
     }
 
     fn mean_bytes(&self, grid: &Grid) -> u64 {

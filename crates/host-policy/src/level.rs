@@ -16,7 +16,7 @@ pub enum Level {
     Tight,
     /// Balloons take memory by shares as well.
     Pressed,
-    /// The same for machines that are not idle, and regardless of pauses.
+    /// The same for machines that are not idle, and without waiting in between.
     Emergency,
 }
 
@@ -57,6 +57,7 @@ pub struct LevelState {
     pub since_ms: u64,
     /// When the host was last as bad as its level.
     worse_at_ms: u64,
+    /// When swap and pressure were last compared with the time before, and what they were.
     at_ms: u64,
     swap_out_bytes: Option<u64>,
     pressure: Option<Pressure>,
@@ -66,6 +67,8 @@ pub struct LevelState {
 const STALLED_PERCENT: u64 = 5;
 /// Less is ignored: a kernel swaps small amounts without a shortage.
 const SWAPPED_BYTES: u64 = 4 << 20;
+/// Both are compared over this time at least.
+const COMPARED_MS: u64 = 500;
 
 impl LevelState {
     /// Judges the host. The level rises at once, and falls one state after the host was better than
@@ -75,13 +78,18 @@ impl LevelState {
         let out = host.swap.map(|swap| swap.out_bytes);
         let swapped = delta(self.swap_out_bytes, out);
         let stalled = delta(self.pressure.map(|it| it.full_us), host.pressure.map(|it| it.full_us));
-        (self.swap_out_bytes, self.pressure, self.at_ms) = (out, host.pressure, at_ms);
+        // Decisions in quick succession look at the same time together.
+        let is_first = self.swap_out_bytes.is_none() && self.pressure.is_none();
+        if elapsed_ms >= COMPARED_MS || is_first {
+            (self.swap_out_bytes, self.pressure, self.at_ms) = (out, host.pressure, at_ms);
+        }
+        let elapsed_ms = elapsed_ms.max(COMPARED_MS);
         let (mut now, mut cause) = by_available(host, settings, 100);
         // Only while memory is short: the limit of a cgroup causes both as well.
         if now >= Level::Tight && swapped > SWAPPED_BYTES && now < Level::Pressed {
             (now, cause) = (Level::Pressed, Cause::Swapped { out_bytes: swapped });
         }
-        if now >= Level::Tight && stalled > 10 * STALLED_PERCENT * elapsed_ms && elapsed_ms > 0 {
+        if now >= Level::Tight && stalled > 10 * STALLED_PERCENT * elapsed_ms {
             (now, cause) = (Level::Emergency, Cause::Stalled { full_us: stalled });
         }
         // Falling needs a margin.

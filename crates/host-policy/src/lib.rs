@@ -16,6 +16,7 @@ pub mod explain;
 #[cfg(feature = "testing")]
 #[doc(hidden)]
 pub mod fuzzing;
+mod growth;
 pub mod history;
 pub mod level;
 pub mod report;
@@ -28,6 +29,7 @@ mod trust;
 pub use action::{Action, Order};
 pub use decide::{Decision, decide};
 pub use explain::{Clamp, Explanation, Rule};
+pub use growth::is_urgent;
 pub use history::{Fit, fit};
 pub use level::{Cause, Level};
 pub use settings::{Class, Contradiction, Profile, Settings};

@@ -32,13 +32,19 @@ pub struct Settings {
     pub lease_ms: u64,
     /// A machine that has done no work for this time is idle.
     pub idle_ms: u64,
+    /// The longest pause of a machine at a time, in milliseconds; 0: machines are never paused.
+    pub pause_ms: u64,
     /// The idle memory tax: 75 makes a page that is not used four times as expensive as one that
     /// is (Waldspurger, "Memory Resource Management in VMware ESX
     /// Server", OSDI 2002, section 5).
     pub idle_tax_percent: u64,
-    /// Machines are admitted while the probability that all together need more memory than there
-    /// is, at any moment, stays below this; in millionths.
+    /// Machines are admitted while the probability that the host has too little memory at a moment
+    /// stays below this, in millionths. Machines that can be paused count with their mean needs,
+    /// and the one with the largest claim with all that it can need.
     pub risk_ppm: u64,
+    /// The same for the probability that a machine is delayed, because all together need more than
+    /// there is.
+    pub delay_ppm: u64,
     /// The profile of machines that have no other.
     pub default: Profile,
     /// Others, by name.
@@ -57,8 +63,10 @@ impl Default for Settings {
             stale_ms: 15_000,
             lease_ms: 30_000,
             idle_ms: 10_000,
+            pause_ms: 10_000,
             idle_tax_percent: 75,
-            risk_ppm: 1000,
+            risk_ppm: 100,
+            delay_ppm: 10_000,
             default: Profile::default(),
             profiles: BTreeMap::new(),
             machines: BTreeMap::new(),
@@ -98,7 +106,8 @@ impl Default for Profile {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Class {
-    /// Delays matter: memory is not taken from it before the host is pressed.
+    /// Delays matter: it is never paused, and memory is not taken from it before the host is
+    /// pressed.
     Latency,
     /// Delays of seconds do not matter.
     #[default]
@@ -138,15 +147,16 @@ impl Settings {
             let tax = self.idle_tax_percent;
             return fail(format!("idle_tax_percent is {tax}; give one below 100"));
         }
-        if self.risk_ppm == 0 || self.risk_ppm >= 1_000_000 {
-            let risk = self.risk_ppm;
-            return fail(format!("risk_ppm is {risk}; give one from 1 to 999999"));
+        let risks = [("risk_ppm", self.risk_ppm), ("delay_ppm", self.delay_ppm)];
+        if let Some((name, ppm)) = risks.into_iter().find(|(_, it)| !(1..1_000_000).contains(it)) {
+            return fail(format!("{name} is {ppm}; give one from 1 to 999999"));
         }
         let times = [
             ("calm_ms", self.calm_ms),
             ("stale_ms", self.stale_ms),
             ("lease_ms", self.lease_ms),
             ("idle_ms", self.idle_ms),
+            ("pause_ms", self.pause_ms),
         ];
         if let Some((name, time)) = times.into_iter().find(|(_, time)| *time > DAY_MS) {
             return fail(format!("{name} is {time}; give at most a day, {DAY_MS}"));
@@ -184,6 +194,11 @@ impl Settings {
             }
         }
         Ok(())
+    }
+
+    /// Whether machines with this profile may be paused.
+    pub(crate) fn may_pause(&self, profile: &Profile) -> bool {
+        self.pause_ms > 0 && profile.class != Class::Latency
     }
 
     /// The profile of a machine, with its name.
@@ -235,12 +250,14 @@ mod tests {
         refused(|it| it.emergency_percent = 18, "emergency_percent (18)");
         refused(|it| it.idle_tax_percent = 100, "idle_tax_percent");
         refused(|it| it.risk_ppm = 0, "risk_ppm");
+        refused(|it| it.delay_ppm = 1_000_000, "delay_ppm");
         refused(|it| it.stale_ms = 30_000, "lease_ms (30000)");
         refused(|it| it.default.shares = 0, "profile default");
         refused(|it| it.default.shares = u64::MAX, "1 to 1000000");
         refused(|it| it.default.floor_bytes = u64::MAX, "floor_bytes");
         refused(|it| it.default.reserve_bytes = u64::MAX, "reserve_bytes");
         refused(|it| it.calm_ms = u64::MAX, "calm_ms");
+        refused(|it| it.pause_ms = u64::MAX, "pause_ms");
         refused(
             |it| {
                 it.default =

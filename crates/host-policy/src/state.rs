@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::growth::Growth;
 use crate::history::History;
 use crate::level::LevelState;
 use crate::snapshot::Machine;
@@ -18,6 +19,10 @@ pub struct State {
     /// What machines have needed.
     pub history: History,
     pub(crate) at_ms: Option<u64>,
+    /// What the host had left above the limit of an emergency.
+    pub(crate) room_bytes: u64,
+    /// Whether a machine grows fast or is paused.
+    pub(crate) is_urgent: bool,
     pub(crate) machines: BTreeMap<String, MachineState>,
 }
 
@@ -43,13 +48,24 @@ impl State {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct MachineState {
     pub(crate) is_held: bool,
-    /// When it was last seen to work.
+    /// When it was last seen to work, and when it was last looked at for that.
     active_ms: Option<u64>,
+    looked_ms: Option<u64>,
     processor_ms: Option<u64>,
     available_bytes: Option<u64>,
     oom_kills: Option<u64>,
+    /// What it had, in memory and in swap.
+    pub(crate) has_bytes: Option<u64>,
+    pub(crate) growth: Option<Growth>,
+    /// The end of the lease of a pause that was decided here.
+    pub(crate) paused_until_ms: Option<u64>,
+    /// For how long it was paused in the last time.
+    pub(crate) paused_ms: u64,
+    /// Not paused again for this time.
+    pub(crate) pausing: Backoff,
     pub(crate) squeeze: Option<Squeeze>,
     pub(crate) taking: Backoff,
+    pub(crate) reclaiming: Backoff,
     pub(crate) squeezing: Backoff,
     pub(crate) resting: Backoff,
     /// The last time that something was taken from it otherwise.
@@ -120,6 +136,9 @@ const VAIN_MS: u64 = 30 * 60_000;
 /// A machine is idle below these: thousandths of a processor, and change of available memory.
 const IDLE_PROCESSOR_MILLI: u64 = 50;
 const IDLE_CHANGE_BYTES: u64 = 16 << 20;
+/// A machine is looked at for that after this time at the earliest: statistics of guests are not
+/// newer, and processor time has steps.
+const LOOK_MS: u64 = 500;
 
 impl MachineState {
     /// Takes notice of a machine. Returns how long it has been idle, and how many processes its
@@ -129,8 +148,20 @@ impl MachineState {
         machine: &Machine,
         known: Option<&Known>,
         at_ms: u64,
-        elapsed_ms: u64,
     ) -> (u64, u64) {
+        let kills = machine.statistics.and_then(|said| said.oom_kills);
+        let new_kills = self.oom_kills.zip(kills).map_or(0, |(old, new)| new.saturating_sub(old));
+        self.oom_kills = kills;
+        self.judge(machine, at_ms);
+        let elapsed_ms = self.looked_ms.map_or(u64::MAX, |before| at_ms.saturating_sub(before));
+        if elapsed_ms >= LOOK_MS {
+            self.look(machine, known, at_ms, elapsed_ms);
+        }
+        (at_ms.saturating_sub(self.active_ms.unwrap_or(at_ms)), new_kills)
+    }
+
+    /// Sees whether it works.
+    fn look(&mut self, machine: &Machine, known: Option<&Known>, at_ms: u64, elapsed_ms: u64) {
         let ran = self.processor_ms.zip(machine.processor_ms);
         let ran_milli =
             ran.map(|(before, now)| 1000 * now.saturating_sub(before) / elapsed_ms.max(1));
@@ -141,16 +172,13 @@ impl MachineState {
             (None, Some(change)) => change < IDLE_CHANGE_BYTES,
             (None, None) => false,
         };
-        if !is_idle || self.active_ms.is_none() {
+        // One that is paused might work.
+        if !is_idle || machine.is_paused || self.active_ms.is_none() {
             self.active_ms = Some(at_ms);
         }
-        let kills = machine.statistics.and_then(|said| said.oom_kills);
-        let new_kills = self.oom_kills.zip(kills).map_or(0, |(old, new)| new.saturating_sub(old));
+        self.looked_ms = Some(at_ms);
         self.processor_ms = machine.processor_ms;
         self.available_bytes = known.map(|known| known.available);
-        self.oom_kills = kills;
-        self.judge(machine, at_ms);
-        (at_ms.saturating_sub(self.active_ms.unwrap_or(at_ms)), new_kills)
     }
 
     /// Notes that memory is taken from a machine.
@@ -167,6 +195,11 @@ impl MachineState {
     pub(crate) fn coming_bytes(&self, at_ms: u64) -> u64 {
         let coming = self.taken.filter(|taken| at_ms.saturating_sub(taken.at_ms) < IN_FLIGHT_MS);
         coming.map_or(0, |taken| taken.gain_bytes.saturating_sub(taken.came_bytes()))
+    }
+
+    /// Whether something was taken from it, and the result is not known yet.
+    pub(crate) fn is_being_judged(&self) -> bool {
+        self.taken.is_some()
     }
 
     /// Judges the last attempt: there is a pause if little was returned, or if it was read again.
@@ -194,10 +227,13 @@ impl MachineState {
 
     /// Forgets times, after a clock has gone back.
     pub(crate) fn forget_times(&mut self, at_ms: u64) {
-        self.active_ms = None;
-        self.taken = None;
+        (self.active_ms, self.looked_ms, self.taken) = (None, None, None);
+        (self.has_bytes, self.growth) = (None, None);
+        // It is resumed by the next decision.
+        self.paused_until_ms = self.paused_until_ms.and(Some(u64::MAX));
         self.since_ms = at_ms;
-        for backoff in [&mut self.taking, &mut self.squeezing, &mut self.resting] {
+        let Self { taking, reclaiming, squeezing, resting, pausing, .. } = self;
+        for backoff in [taking, reclaiming, squeezing, resting, pausing] {
             *backoff = Backoff::default();
         }
         if let Some(squeeze) = &mut self.squeeze {
