@@ -140,8 +140,11 @@ impl MachineState {
                 if self.paused_ms >= longest_ms {
                     self.pausing.pause(at_ms, RUNS * longest_ms);
                 }
+                // It is still this one's to end when its longest time has passed.
+                let longest_until_ms = at_ms + longest_ms.saturating_sub(self.paused_ms);
                 let until_ms = until_ms.min(at_ms + LEASE_MS);
-                self.paused_until_ms = (until_ms > at_ms).then_some(until_ms);
+                let is_leased = until_ms > at_ms;
+                self.paused_until_ms = is_leased.then_some(until_ms.min(longest_until_ms));
             }
             // Pauses that follow each other closely are one.
             None => self.paused_ms = self.paused_ms.saturating_sub(elapsed_ms / RUNS),
