@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use ebb_host_policy::report::{Admission, Arrival, MachineStatus, Room, Status};
 use ebb_host_policy::{
-    Action, Cause, Decision, Explanation, Fit, Level, Machine, Snapshot, State, decide, fit,
+    Action, Cause, Decision, Explanation, Fit, Host, Level, Machine, Snapshot, State, decide, fit,
+    is_urgent,
 };
 
 use crate::admission::{Admissions, KEPT_MS, Ticket};
@@ -98,15 +99,19 @@ impl Engine {
             self.discover_ms = now_ms + DISCOVER_MS;
             self.discover();
         }
-        if now_ms >= self.next_ms {
-            self.next_ms = now_ms + self.config.interval_ms;
-            match self.snapshot(now_ms) {
-                Ok(snapshot) => {
-                    self.solve("host");
-                    self.round(snapshot);
+        match self.source.read() {
+            Ok(host) => {
+                self.solve("host");
+                let is_due = now_ms >= self.next_ms;
+                if is_due || is_urgent(&host, &self.state, &self.config.policy) {
+                    self.round(self.snapshot(host, now_ms));
                 }
-                Err(unreadable) => self.problem("host", unreadable.to_string()),
+                if is_due {
+                    self.next_ms = now_ms + self.config.interval_ms;
+                    self.watch(now_ms);
+                }
             }
+            Err(unreadable) => self.problem("host", unreadable.to_string()),
         }
         if now_ms >= self.save_ms {
             self.save_ms = now_ms + SAVE_MS;
@@ -128,10 +133,9 @@ impl Engine {
         }
     }
 
-    fn snapshot(&self, at_ms: u64) -> Result<Snapshot, Unreadable> {
-        let host = self.source.read()?;
+    fn snapshot(&self, host: Host, at_ms: u64) -> Snapshot {
         let machines = self.fleet.links().filter_map(|(_, link)| link.view().machine(&link.name));
-        Ok(Snapshot { at_ms, host, machines: machines.collect() })
+        Snapshot { at_ms, host, machines: machines.collect() }
     }
 
     fn round(&mut self, snapshot: Snapshot) {
@@ -147,7 +151,6 @@ impl Engine {
             }
             self.order(&order.machine, order.action, at_ms);
         }
-        self.watch(at_ms);
         self.renew(&snapshot.machines, &ordered, at_ms);
         let (last, state) = Last::of(snapshot, decision);
         if self.last.as_ref().is_none_or(|before| before.level != last.level) {
@@ -265,7 +268,7 @@ impl Engine {
     /// # Errors
     /// The host's memory cannot be read.
     pub fn plan(&self, now_ms: u64) -> Result<Status, Unreadable> {
-        let snapshot = self.snapshot(now_ms)?;
+        let snapshot = self.snapshot(self.source.read()?, now_ms);
         let decision = decide(&snapshot, self.state.clone(), &self.config.policy);
         let (last, state) = Last::of(snapshot, decision);
         Ok(self.status_of(&last, state.host.since_ms))

@@ -1,7 +1,8 @@
-//! Policies side by side on the traces that they may be tuned with.
+//! Policies side by side on the traces that they may be tuned with, or, with the argument `judge`,
+//! on the one that counts.
 
 use ebb_fleet_model::strategy::{Deficit, Ebbd, IdleTarget, Law, StaticLimits};
-use ebb_fleet_model::trace::SEEDS;
+use ebb_fleet_model::trace::{JUDGING_SEED, SEEDS};
 use ebb_fleet_model::{Equipment, HostShape, Recipe, Simulation, Strategy};
 use ebb_host_policy::{GIB, MIB};
 
@@ -23,7 +24,9 @@ fn main() {
         "paused s"
     );
     let experienced = Ebbd::with_history_of(&simulation);
-    for seed in SEEDS {
+    let judged = [JUDGING_SEED];
+    let seeds = if std::env::args().any(|word| word == "judge") { &judged[..] } else { &SEEDS };
+    for &seed in seeds {
         let trace = Recipe::fleet(seed).trace();
         for (name, interval_ms, mut strategy) in policies(&experienced) {
             let outcome = Simulation { interval_ms, ..simulation }.run(&trace, &mut *strategy);

@@ -24,6 +24,7 @@ pub const TESTS: &[Test] = &[
     Test::new("host::idle_memory_is_taken", 240, idle_memory_is_taken),
     Test::new("host::nothing_stays_squeezed", 300, nothing_stays_squeezed),
     Test::new("host::bad_monitors", 240, bad_monitors),
+    Test::new("host::peaks_follow_each_other", 300, peaks_follow_each_other),
 ];
 
 /// First argument that runs this program as the daemon.
@@ -309,6 +310,61 @@ fn nothing_stays_squeezed(scene: &Scene) {
     assert_eq!(daemon.end(Signal::KILL), None);
     released();
     rustix::mount::unmount(&state, rustix::mount::UnmountFlags::DETACH).unwrap();
+}
+
+/// Settings with which machines have about this room above the limit of an emergency.
+fn with_room(room_bytes: u64) -> String {
+    let text = fs::read_to_string("/proc/meminfo").unwrap();
+    let bytes = |name: &str| {
+        let line = text.lines().find(|line| line.starts_with(name)).unwrap();
+        1024 * line.split_ascii_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
+    };
+    let kept = bytes("MemAvailable:").saturating_sub(room_bytes);
+    let emergency = 100 * kept / bytes("MemTotal:");
+    let (pressed, tight) = (emergency + 1, emergency + 2);
+    format!(
+        "emergency_percent = {emergency}\npressed_percent = {pressed}\ntight_percent = {tight}\n"
+    )
+}
+
+fn peaks_follow_each_other(scene: &Scene) {
+    let guests = ["a", "b"].map(|name| machine(scene, name));
+    // Room for the highest need of one machine.
+    let mut daemon = Daemon::start(scene, &with_room(500 * MIB));
+    eventually("the daemon sees both", 20, || {
+        let shown = ["a", "b"].map(|name| daemon.machine(name));
+        when(shown.iter().all(|it| it["machine"].is_object()), || format!("{shown:?}"))
+    });
+    let is_paused = || guests.iter().position(|guest| guest.vm().state == VmState::Paused);
+    // Until one was seen to wait for the other; both do all of their work.
+    let wait_for_a_pause = || {
+        for _ in 0..10 {
+            let work = |guest: &Guest| guest.send(Command::AllocTouchExit { bytes: 380 * MIB });
+            let jobs = [work(&guests[0]), work(&guests[1])];
+            let mut paused = None;
+            while guests.iter().zip(jobs).any(|(guest, job)| guest.poll(job).is_none()) {
+                paused = paused.or_else(is_paused);
+                if paused.is_some() {
+                    return jobs;
+                }
+                thread::sleep(Duration::from_millis(20));
+            }
+        }
+        panic!("none was paused");
+    };
+    let jobs = wait_for_a_pause();
+    for (guest, job) in guests.iter().zip(jobs) {
+        guest.outcome(job).unwrap();
+    }
+    let log = fs::read_to_string(scene.path("ebbd.log")).unwrap();
+    assert!(log.contains("action=Pause") && log.contains("action=Resume"), "{log}");
+    // A daemon that dies meanwhile leaves no machine paused.
+    let jobs = wait_for_a_pause();
+    assert_eq!(daemon.end(Signal::KILL), None);
+    for (guest, job) in guests.iter().zip(jobs) {
+        guest.outcome(job).unwrap();
+        assert_eq!(guest.vm().state, VmState::Running);
+    }
 }
 
 /// Servers behind sockets of the directory that are no monitors.

@@ -93,7 +93,7 @@ impl Ebb {
     }
 
     pub(super) async fn look(&mut self, now_ms: u64, fresh_ms: u64) -> Result<Seen, Trouble> {
-        if self.looks.is_multiple_of(RARELY) {
+        if self.looks.is_multiple_of(RARELY) || !self.is_running() {
             // It counts the resident pages, which takes milliseconds.
             self.machine = document(self.http.ask(Method::GET, "/vm", None).await?)?;
         }
