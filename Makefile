@@ -36,7 +36,7 @@ help:
 	@echo 'make zone-lock  how often and how long a zone is locked under the trackers of free pages, with'
 	@echo '             up to 16 vCPUs; the first run compiles a kernel (ten minutes)'
 	@echo 'make build   the release programs in $(PROGRAMS):'
-	@echo '             ebb, ebb-lab, ebb-agent, ebb-guest-agent; and the module'
+	@echo '             ebb, ebbd, ebb-lab, ebb-agent, ebb-guest-agent; and the module'
 	@echo 'make deb     the Debian packages ebb, ebb-guest-agent and ebb-balloon-dkms, in target/deb'
 	@echo 'make module  the balloon driver for guests and its trackers:'
 	@echo '             target/ebb_balloon/RELEASE/ebb_balloon.ko and ebb_trackers.ko'
@@ -54,7 +54,7 @@ deps:
 	scripts/install-deps.sh
 
 build: module
-	$(CARGO) build --release --locked -p ebb -p ebb-lab -p ebb-agent -p ebb-guest-agent
+	$(CARGO) build --release --locked -p ebb -p ebbd -p ebb-lab -p ebb-agent -p ebb-guest-agent
 
 # Only on Debian. The version is that of Cargo.toml.
 deb:

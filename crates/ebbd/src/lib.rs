@@ -12,6 +12,9 @@ pub mod clock;
 pub mod config;
 pub mod engine;
 pub mod fleet;
+#[cfg(any(test, feature = "testing"))]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod host;
 pub mod monitors;
 pub mod program;

@@ -50,6 +50,7 @@ mod fuzz_targets {
     pub mod net_chains;
     pub mod option_texts;
     pub mod qcow2_images;
+    pub mod qmp_messages;
     pub mod ram_image;
     pub mod rate_limits;
     pub mod session_address;
@@ -75,7 +76,7 @@ macro_rules! targets {
 type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-const TARGETS: [Target; 41] = targets![
+const TARGETS: [Target; 42] = targets![
     api_descriptors,
     api_request,
     balloon_config,
@@ -105,6 +106,7 @@ const TARGETS: [Target; 41] = targets![
     net_chains,
     option_texts,
     qcow2_images,
+    qmp_messages,
     ram_image,
     rate_limits,
     session_address,
