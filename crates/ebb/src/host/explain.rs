@@ -38,7 +38,9 @@ pub(crate) fn text(status: &MachineStatus, at_ms: u64) -> String {
 /// What is known of a machine, by name and value.
 pub(crate) fn facts(status: &MachineStatus, at_ms: u64) -> Vec<[String; 2]> {
     let mut lines: Vec<[String; 2]> = Vec::new();
-    let mut line = |name: &str, value: String| lines.push([name.to_owned(), value]);
+    // Names and troubles come from elsewhere: one must not look like a line of its own.
+    let mut line =
+        |name: &str, value: String| lines.push([name.to_owned(), value.replace('\n', " ")]);
     line("machine", ebb_program::printable(&status.name));
     let process = status.pid.map_or_else(String::new, |pid| format!(", process {pid}"));
     let monitor = status.monitor.as_deref().unwrap_or("unknown");

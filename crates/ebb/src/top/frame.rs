@@ -4,7 +4,7 @@ use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
-use ratatui::widgets::{Paragraph, Widget as _, Wrap};
+use ratatui::widgets::Widget as _;
 
 use super::bar::{Part, cells, parts};
 use super::documents::{Row, line};
@@ -118,7 +118,11 @@ pub(super) fn draw(model: &Model, colours: Colours, area: Rect, buffer: &mut Buf
 /// The host, and what is wrong.
 pub(super) fn head(model: &Model, colours: Colours, width: u16) -> Vec<Line<'static>> {
     let mut lines = Vec::new();
-    lines.extend(model.trouble_text().map(|text| Line::styled(text, colours.of_trouble())));
+    let trouble = model.trouble_text().unwrap_or_default();
+    let trouble = if trouble.is_empty() { Vec::new() } else { wrapped(&trouble, width) };
+    lines.extend(
+        trouble.into_iter().map(|part| Line::styled(part.to_owned(), colours.of_trouble())),
+    );
     lines.push(Line::styled(model.summary.clone(), Modifier::BOLD));
     if let Some(host) = &model.host {
         let available = host.available_bytes.min(host.total_bytes);
@@ -248,9 +252,33 @@ fn text_of_line(buffer: &Buffer) -> String {
     text.trim_end().to_owned()
 }
 
+/// Draws text without its first lines, as far as there is space.
 fn paragraph(text: &str, scroll: u16, area: Rect, buffer: &mut Buffer) {
-    let lines: Vec<Line<'_>> = text.lines().map(Line::raw).collect();
-    Paragraph::new(lines).wrap(Wrap { trim: false }).scroll((scroll, 0)).render(area, buffer);
+    let lines = text.lines().skip(scroll.into()).flat_map(|line| wrapped(line, area.width));
+    for (y, line) in (area.y..area.bottom()).zip(lines) {
+        put(buffer, Rect { y, height: 1, ..area }, &Line::raw(line));
+    }
+}
+
+/// A line in parts of at most this width, divided at spaces where there are some. (ratatui's own
+/// wrapping panics if a wide character meets the border.)
+fn wrapped(line: &str, width: u16) -> Vec<&str> {
+    let width = usize::from(width).max(2);
+    let (mut parts, mut rest) = (Vec::new(), line);
+    while Span::raw(rest).width() > width {
+        let fits = |end: &usize| Span::raw(&rest[..*end]).width() <= width;
+        let ends = rest.char_indices().map(|(end, _)| end).skip(1).take_while(fits);
+        let ends: Vec<usize> = ends.collect();
+        let space = ends.iter().rev().find(|end| rest[**end..].starts_with(' '));
+        // At least one character, however wide it is.
+        let first = rest.chars().next().map_or(rest.len(), char::len_utf8);
+        let end = space.or(ends.last()).copied().unwrap_or(first);
+        let (part, next) = rest.split_at(end);
+        parts.push(part);
+        rest = next.strip_prefix(' ').unwrap_or(next);
+    }
+    parts.push(rest);
+    parts
 }
 
 /// Writes a line into the first one of an area.
@@ -295,5 +323,20 @@ impl Split for Rect {
 
     fn split_at_bottom(self, lines: u16) -> (Self, Self) {
         self.split_at_top(self.height - lines.min(self.height))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_divided_at_spaces() {
+        assert_eq!(wrapped("the host needs 5 MiB", 10), ["the host", "needs 5", "MiB"]);
+        assert_eq!(wrapped("the host", 8), ["the host"]);
+        assert_eq!(wrapped("abcdefgh", 3), ["abc", "def", "gh"]);
+        assert_eq!(wrapped("名前名", 3), ["名", "前", "名"]);
+        assert_eq!(wrapped("名前", 0), ["名", "前"]);
+        assert_eq!(wrapped("", 3), [""]);
     }
 }

@@ -224,6 +224,6 @@ mod tests {
         assert_eq!(growth(0), "0 B/s");
         assert_eq!(growth(3 << 20), "+3.0 MiB/s");
         assert_eq!(growth(-1024), "-1.0 KiB/s");
-        assert_eq!(growth(i64::MIN), "-8.0 EiB/s");
+        assert_eq!(growth(i64::MIN), "-8388608.0 TiB/s");
     }
 }

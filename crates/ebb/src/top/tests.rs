@@ -128,16 +128,12 @@ fn picture(model: &Model, width: u16, height: u16) -> String {
 
 #[test]
 fn a_picture() {
-    let expected = "\
-host tight: 4.0 GiB of 16.0 GiB available (tight below 5.0 GiB), swap 1.0 MiB of 1.0 GiB
-[#########################################################...................] 25 % available
-MACHINE  MONITOR     MEMORY USE                RESIDENT     IN USE        GROWTH DECISION
-a        ebb        1.0 GiB ####....           300.0 MiB  296.0 MiB +10.0 MiB/s enough
-";
     let picture = picture(&three(), 100, 30);
-    for line in expected.lines().take(2) {
-        assert!(picture.contains(line), "{picture}");
-    }
+    let bar = format!("[{}{}] 25 % available", "#".repeat(57), ".".repeat(19));
+    let first: Vec<_> = picture.lines().take(2).collect();
+    let host = "host tight: 4.0 GiB of 16.0 GiB available (tight below 5.0 GiB), \
+                swap 1.0 MiB of 1.0 GiB";
+    assert_eq!(first, [host, &bar]);
     assert!(picture.contains("-- a\n"), "{picture}");
     for line in [
         "machine   a",
@@ -312,9 +308,9 @@ fn a_machine_is_held_and_released() {
 
 fn documents(resident_bytes: u64) -> Documents {
     let document = serde_json::json!({
-        "state": "running", "cpus": 1, "memory_bytes": GIB, "backing": "anonymous",
+        "state": "running", "cpus": 1, "memory_bytes": GIB, "backing": "anon",
         "resident_bytes": resident_bytes, "merged_bytes": 100 * MIB, "uptime_ms": 1,
-        "clock": { "policy": "stop" }, "kernel": "", "pid": 9,
+        "clock": { "policy": "continue" }, "kernel": "", "pid": 9,
         "isolation": serde_json::to_value(ebb_vmm::isolation::IsolationInfo::default()).unwrap(),
         "version": "1",
         "balloon": { "target_bytes": 0, "actual_bytes": 0, "state": "idle" },
@@ -351,8 +347,8 @@ fn machines_without_a_daemon() {
     let row = |name: &str| shown.lines().find(|line| line.starts_with(name)).unwrap().to_owned();
     assert!(shown.starts_with("host: 4.0 GiB of 16.0 GiB available, swap"), "{shown}");
     assert!(row("a ").contains("700.0 MiB  424.0 MiB") && row("a ").contains("running"), "{shown}");
-    assert!(row("a ").contains("=="), "{shown}");
-    assert!(row("b ").contains("no process listens\\u{7}"[..10].as_ref() as &str), "{shown}");
+    assert!(row("a ").contains("-=."), "{shown}");
+    assert!(row("b ").contains("no process"), "{shown}");
     for fact in ["2.0 s ago", "means    reporting, reclaim", "merged   100.0 MiB", "process 9"] {
         assert!(shown.contains(fact), "no {fact:?}: {shown}");
     }
@@ -430,7 +426,7 @@ fn troubles_and_problems_are_escaped() {
     model.receive(Report::Daemon(Ok(answer)));
     let shown = picture(&model, 160, 30);
     for text in [
-        "evil\\u{1b}[31m",
+        "evil\\u{1b}[31m\\u{202e} name",
         "it sent\\u{9b}2J nonsense",
         "problem: the state\\u{1b}[H is not saved",
         "\\u{1b}e",
