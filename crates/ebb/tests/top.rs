@@ -13,11 +13,14 @@ use std::time::{Duration, Instant};
 
 use ebb_host_policy::report::{MachineStatus, Status};
 use ebb_host_policy::{Cause, GIB, Host, Level};
+use ebb_vmm::api::{StatisticsDocument, StatisticsValues};
+use ebb_vmm::isolation::IsolationInfo;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{Termios, Winsize, tcgetattr, tcsetwinsize};
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 /// After so long a test fails rather than waits.
@@ -106,19 +109,46 @@ fn answer(mut stream: UnixStream, orders: &Mutex<Vec<String>>) {
         }
         request.push_str(&String::from_utf8_lossy(&buffer[..length]));
     }
-    let body = if request.starts_with("GET /status ") {
-        serde_json::to_string(&status()).unwrap()
-    } else {
-        let (path, body) =
-            (request.split(' ').nth(1).unwrap(), request.rsplit("\r\n").next().unwrap());
-        orders.lock().unwrap().push(format!("{path} {body}"));
-        let held = MachineStatus { is_held: true, ..status().machines.remove(0) };
-        serde_json::to_string(&held).unwrap()
-    };
-    let head =
-        format!("HTTP/1.1 200 OK\r\nServer: ebb/1\r\nContent-Length: {}\r\n\r\n", body.len());
+    let path = request.split(' ').nth(1).unwrap();
+    if request.starts_with("PUT ") {
+        orders.lock().unwrap().push(format!("{path} {}", request.rsplit("\r\n").next().unwrap()));
+    }
+    let (code, document) = document(path);
+    let body = document.to_string();
+    let length = body.len();
+    let head = format!("HTTP/1.1 {code} x\r\nServer: ebb/1\r\nContent-Length: {length}\r\n\r\n");
     // A client that has gone away needs no answer.
     let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body.as_bytes()));
+}
+
+/// Answers of a daemon and of a monitor, whose guest does not give new statistics.
+fn document(path: &str) -> (u16, Value) {
+    let balloon = json!({
+        "target_bytes": 0, "actual_bytes": 0, "state": "idle", "offered_features": [],
+        "negotiated_features": [], "statistics_interval_seconds": 0,
+    });
+    let document = match path {
+        "/status" => serde_json::to_value(status()).unwrap(),
+        "/hold" => json!(MachineStatus { is_held: true, ..status().machines.remove(0) }),
+        "/vm" => json!({
+            "state": "running", "cpus": 1, "memory_bytes": GIB, "backing": "anon",
+            "resident_bytes": GIB / 2, "uptime_ms": 1, "clock": { "policy": "continue" },
+            "kernel": "", "pid": 9, "isolation": IsolationInfo::default(), "version": "1",
+            "balloon": { "target_bytes": 0, "actual_bytes": 0, "state": "idle" },
+        }),
+        "/balloon" => balloon,
+        "/vm/park" => json!({
+            "stages": [], "resident_before_bytes": GIB, "resident_bytes": 77 << 20,
+            "elapsed_us": 1,
+        }),
+        _ => {
+            let statistics =
+                StatisticsValues { available_memory_bytes: Some(GIB / 4), ..Default::default() };
+            let known = StatisticsDocument { age_ms: Some(5000), statistics };
+            return (504, json!({ "error": { "message": "it is busy", "last_known": known } }));
+        }
+    };
+    (200, document)
 }
 
 fn size(columns: u16, rows: u16) -> Winsize {
@@ -136,7 +166,7 @@ struct Session {
 }
 
 impl Session {
-    fn start(socket: &Path) -> Self {
+    fn start(option: &str, socket: &Path) -> Self {
         let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
         let outer = openpt(flags).unwrap();
         grantpt(&outer).unwrap();
@@ -150,7 +180,7 @@ impl Session {
         // `setsid` makes the new terminal the controlling one, which gets signals of its size. It
         // becomes the program: there is no process in between.
         let child = Command::new("setsid")
-            .args(["--ctty", env!("CARGO_BIN_EXE_ebb"), "top", "--socket"])
+            .args(["--ctty", env!("CARGO_BIN_EXE_ebb"), "top", option])
             .arg(socket)
             .stdin(stream())
             .stdout(stream())
@@ -220,7 +250,7 @@ impl Drop for Session {
 #[test]
 fn keys_and_sizes_change_the_picture_and_q_ends_it() {
     let daemon = Daemon::start();
-    let mut session = Session::start(&daemon.socket());
+    let mut session = Session::start("--socket", &daemon.socket());
     session.wait_for("\u{1b}[?1049h");
     session.wait_for("\u{1b}[?25l");
     session.wait_for("tight");
@@ -249,7 +279,7 @@ fn keys_and_sizes_change_the_picture_and_q_ends_it() {
 fn a_daemon_in_trouble_is_shown_and_keys_work_meanwhile() {
     let daemon = Daemon::start();
     daemon.is(Mood::Hangs);
-    let mut session = Session::start(&daemon.socket());
+    let mut session = Session::start("--socket", &daemon.socket());
     session.press("?");
     session.wait_for("Ctrl-C");
     session.press("x");
@@ -266,10 +296,26 @@ fn a_daemon_in_trouble_is_shown_and_keys_work_meanwhile() {
 }
 
 #[test]
+fn a_machine_without_a_daemon_is_parked_after_a_question() {
+    let monitor = Daemon::start();
+    let mut session = Session::start("--machine", &monitor.socket());
+    session.wait_for("running");
+    session.press("p");
+    session.wait_for("y/n");
+    assert_eq!(monitor.orders(), [""; 0]);
+    session.press("y");
+    session.wait_for("77.0");
+    let orders = monitor.orders();
+    assert!(orders.len() == 1 && orders[0].starts_with("/vm/park {"), "{orders:?}");
+    session.press("q");
+    assert_eq!(session.end().code(), Some(0));
+}
+
+#[test]
 fn signals_end_it_and_the_terminal_is_restored() {
     let daemon = Daemon::start();
     for signal in [Signal::TERM, Signal::HUP, Signal::INT] {
-        let mut session = Session::start(&daemon.socket());
+        let mut session = Session::start("--socket", &daemon.socket());
         session.wait_for("web-2");
         kill_process(Pid::from_child(&session.child), signal).unwrap();
         assert_eq!(session.end().code(), Some(1), "{signal:?}");
@@ -302,13 +348,18 @@ fn without_a_terminal_there_are_text_and_json() {
     let json = without_terminal(&["--socket", socket, "--json"]);
     assert_eq!(serde_json::from_slice::<Status>(&json.stdout).unwrap(), status());
 
-    // A daemon is no monitor.
-    let machine = without_terminal(&["--machine", socket, "--json"]);
-    let document: serde_json::Value = serde_json::from_slice(&machine.stdout).unwrap();
-    assert_eq!(document[0]["socket"], socket);
-    assert!(document[0]["error"].as_str().unwrap().contains("unexpected reply"), "{document}");
-    let machine = without_terminal(&["--machine", "/no/such.sock", "--once"]);
-    assert!(text(&machine.stdout).contains("there is no socket"), "{machine:?}");
+    let machines = ["--machine", socket, "--machine", "/no/such.sock"];
+    let json = without_terminal(&[&machines[..], &["--json"]].concat());
+    let documents: Value = serde_json::from_slice(&json.stdout).unwrap();
+    let [missing, there] = [&documents[0], &documents[1]];
+    assert_eq!((&missing["socket"], &there["socket"]), (&json!("/no/such.sock"), &json!(socket)));
+    assert!(missing["error"].as_str().unwrap().contains("there is no socket"), "{documents}");
+    assert_eq!(there["documents"]["vm"]["pid"], 9);
+    assert_eq!(there["documents"]["statistics"]["age_ms"], 5000);
+    let once = without_terminal(&[&machines[..], &["--once"]].concat());
+    let lines = text(&once.stdout);
+    assert!(lines.contains("\nebbd ") && lines.contains("512.0 MiB  768.0 MiB"), "{lines}");
+    assert!(lines.contains("\nsuch ") && lines.contains("there is no socket"), "{lines}");
 
     let gone = without_terminal(&["--socket", "/no/such.sock", "--once"]);
     assert_eq!(gone.status.code(), Some(1));

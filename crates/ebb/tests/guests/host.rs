@@ -53,7 +53,8 @@ impl<'a> Daemon<'a> {
 
     fn configure(scene: &Scene, policy: &str) {
         let folder = folder(scene);
-        let text = format!("machines = [{folder:?}]\ninterval_ms = 500\n[policy]\n{policy}");
+        let folder = folder.display();
+        let text = format!("machines = [\"{folder}\"]\ninterval_ms = 500\n[policy]\n{policy}");
         fs::write(scene.path("ebbd.toml"), text).unwrap();
     }
 
