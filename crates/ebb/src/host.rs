@@ -236,7 +236,7 @@ fn status_text(status: &Status) -> String {
         let balloon = machine.and_then(|machine| machine.balloon);
         lines.push([
             ebb_program::printable(&status.name),
-            status.monitor.clone().unwrap_or_else(|| "?".to_owned()),
+            ebb_program::printable(status.monitor.as_deref().unwrap_or("?")),
             size(machine.map(|machine| machine.size_bytes)),
             size(machine.and_then(|machine| machine.resident_bytes)),
             size(machine.and_then(explain::used_bytes)),

@@ -43,7 +43,7 @@ pub(crate) fn facts(status: &MachineStatus, at_ms: u64) -> Vec<[String; 2]> {
         |name: &str, value: String| lines.push([name.to_owned(), value.replace('\n', " ")]);
     line("machine", ebb_program::printable(&status.name));
     let process = status.pid.map_or_else(String::new, |pid| format!(", process {pid}"));
-    let monitor = status.monitor.as_deref().unwrap_or("unknown");
+    let monitor = ebb_program::printable(status.monitor.as_deref().unwrap_or("unknown"));
     line("monitor", format!("{monitor}, {}{process}", ebb_program::printable(&status.socket)));
     // Only a daemon has profiles.
     if !status.profile.is_empty() {

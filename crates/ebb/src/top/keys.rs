@@ -48,22 +48,28 @@ enum Step {
 impl Model {
     /// Takes a key.
     pub(super) fn press(&mut self, key: KeyEvent) -> Effect {
-        let is_control = key.modifiers.contains(KeyModifiers::CONTROL);
-        if is_control && matches!(key.code, KeyCode::Char('c' | 'C')) {
-            return Effect::End;
-        }
+        let is_combined = key.modifiers.intersects(KeyModifiers::CONTROL | KeyModifiers::ALT);
+        let code = match key.code {
+            KeyCode::Char('c' | 'C') if key.modifiers.contains(KeyModifiers::CONTROL) => {
+                return Effect::End;
+            }
+            // What Backspace sends in some terminals. It must not hold a machine.
+            KeyCode::Char('h') if is_combined => KeyCode::Backspace,
+            KeyCode::Char(_) if is_combined => return Effect::None,
+            code => code,
+        };
         self.message = None;
         match self.mode.clone() {
             Mode::Filter => {
-                self.type_filter(key.code);
+                self.type_filter(code);
                 Effect::None
             }
-            Mode::Question(act) => self.answer_question(act, key.code),
+            Mode::Question(act) => self.answer_question(act, code),
             Mode::Help => {
                 self.mode = Mode::List;
                 Effect::None
             }
-            Mode::Details(scroll) => match key.code {
+            Mode::Details(scroll) => match code {
                 KeyCode::Esc | KeyCode::Enter => {
                     self.mode = Mode::List;
                     Effect::None
@@ -72,7 +78,7 @@ impl Model {
                 KeyCode::Down | KeyCode::Char('j') => self.scroll(scroll.saturating_add(1)),
                 code => self.command(code),
             },
-            Mode::List => match key.code {
+            Mode::List => match code {
                 KeyCode::Esc => Effect::End,
                 code => self.command(code),
             },

@@ -286,6 +286,20 @@ fn three_keys_end_it() {
 }
 
 #[test]
+fn combined_keys_are_no_commands() {
+    let mut model = three();
+    for modifiers in [KeyModifiers::CONTROL, KeyModifiers::ALT] {
+        for key in ['h', 'q', 's', '/', '?'] {
+            assert_eq!(model.press(KeyEvent::new(KeyCode::Char(key), modifiers)), Effect::None);
+        }
+    }
+    assert_eq!((&model.mode, model.sort), (&Mode::List, Sort::Name));
+    typed(&mut model, "/ab");
+    model.press(KeyEvent::new(KeyCode::Char('h'), KeyModifiers::CONTROL));
+    assert_eq!(model.filter, "a");
+}
+
+#[test]
 fn a_machine_is_held_and_released() {
     let mut model = three();
     let hold = Act::Hold("a".to_owned());
