@@ -353,7 +353,7 @@ pub(crate) fn duration(ms: u64) -> String {
     }
 }
 
-fn vm_state(state: VmState) -> &'static str {
+pub(crate) fn vm_state(state: VmState) -> &'static str {
     match state {
         VmState::Starting => "starting",
         VmState::Receiving => "receiving",

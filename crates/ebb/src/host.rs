@@ -1,7 +1,8 @@
 //! `ebb host`: what `ebbd` does about the memory of a host's machines.
 
-mod explain;
+pub(crate) mod explain;
 
+use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -9,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
 use ebb_host_policy::report::{MachineStatus, Named, Status};
-use ebb_host_policy::{Action, Cause, Fit, Level};
+use ebb_host_policy::{Action, Cause, Fit, Host, Level};
 use ebb_vmm::api::{Client, ClientError};
 use ebb_vmm::size::ByteSize;
 use serde::Serialize;
@@ -23,7 +24,7 @@ Example: ebb host status
          ebb host explain web-1
          ebb host fit --memory 5G --profile web";
 
-/// The daemon's socket.
+/// Where the daemon's socket is, unless it is told.
 pub(crate) const SOCKET: &str = "/run/ebb/ebbd.sock";
 /// Time limit of the daemon's answer.
 const TIME_LIMIT: Duration = Duration::from_secs(10);
@@ -96,12 +97,17 @@ pub(crate) fn of_the_daemon(error: ClientError) -> anyhow::Error {
         ClientError::NoSocket { path } | ClientError::NotListening { path } => {
             anyhow!("no ebbd serves {}: {start}", path.display())
         }
-        ClientError::NotASocket { path } => {
-            anyhow!("{} is not a socket: {start}", path.display())
-        }
+        ClientError::NotASocket { path } => anyhow!("{} is not a socket: {start}", path.display()),
         ClientError::PermissionDenied { path } => {
             let path = path.display();
             anyhow!("no permission to use {path}: only the daemon's user (and root) may")
+        }
+        ClientError::TimedOut { path, time_limit } => {
+            let (path, seconds) = (path.display(), time_limit.as_secs());
+            anyhow!("the ebbd of {path} did not answer within {seconds} s")
+        }
+        ClientError::NotEbb { path, found } | ClientError::Unexpected { path, found } => {
+            anyhow!("the server on {} is no ebbd of this version: {found}", path.display())
         }
         other => other.into(),
     }
@@ -126,8 +132,8 @@ fn execute(command: Command, json: bool, client: &Client) -> anyhow::Result<Stri
             let target = format!("/fit?memory_bytes={}&profile={profile}", memory.bytes());
             show(json, &client.get(&target)?, fit_text)
         }
-        Command::Hold { machine } => hold(json, client, "/hold", machine),
-        Command::Release { machine } => hold(json, client, "/release", machine),
+        Command::Hold { machine } => show(json, &hold(client, "/hold", machine)?, hold_text),
+        Command::Release { machine } => show(json, &hold(client, "/release", machine)?, hold_text),
         Command::Settings { reload } => {
             let config: Value =
                 if reload { client.put("/config/reload")? } else { client.get("/config")? };
@@ -140,12 +146,18 @@ fn execute(command: Command, json: bool, client: &Client) -> anyhow::Result<Stri
     }
 }
 
-fn hold(json: bool, client: &Client, target: &str, machine: String) -> anyhow::Result<String> {
-    let status: MachineStatus = client.put_json(target, &Named { machine })?;
-    show(json, &status, |status| {
-        let held = if status.is_held { "held" } else { "no longer held" };
-        format!("{}: {held}\n", ebb_program::printable(&status.name))
-    })
+/// Holds a machine (`/hold`) or releases it (`/release`).
+pub(crate) fn hold(
+    client: &Client,
+    target: &str,
+    machine: String,
+) -> Result<MachineStatus, ClientError> {
+    client.put_json(target, &Named { machine })
+}
+
+pub(crate) fn hold_text(status: &MachineStatus) -> String {
+    let held = if status.is_held { "held" } else { "no longer held" };
+    format!("{}: {held}\n", ebb_program::printable(&status.name))
 }
 
 fn show<T: Serialize>(
@@ -183,22 +195,29 @@ fn cause_text(cause: Cause, level: Level) -> String {
     }
 }
 
-fn host_text(status: &Status) -> String {
-    let Status { level, cause, host, .. } = status;
+/// A host's available memory, and its swap.
+pub(crate) fn memory_text(host: &Host) -> (String, String) {
     let swap = host.swap.map_or_else(
         || "no swap".to_owned(),
         |swap| format!("swap {} of {}", bytes(swap.used_bytes), bytes(swap.total_bytes)),
     );
-    let mut text = format!(
-        "host {level}: {} of {} available ({}), {swap}\n",
-        bytes(host.available_bytes),
-        bytes(host.total_bytes),
-        cause_text(*cause, *level)
-    );
+    let (available, total) = (bytes(host.available_bytes), bytes(host.total_bytes));
+    (format!("{available} of {total} available"), swap)
+}
+
+/// The first line of a status.
+pub(crate) fn level_text(status: &Status) -> String {
+    let Status { level, cause, host, .. } = status;
+    let (memory, swap) = memory_text(host);
+    format!("host {level}: {memory} ({}), {swap}", cause_text(*cause, *level))
+}
+
+fn host_text(status: &Status) -> String {
+    let mut text = level_text(status);
+    text.push('\n');
     for problem in &status.problems {
-        text.push_str("problem: ");
-        text.push_str(&ebb_program::printable(problem));
-        text.push('\n');
+        // Writing into a String cannot fail.
+        let _ = writeln!(text, "problem: {}", ebb_program::printable(problem));
     }
     text
 }
@@ -217,7 +236,7 @@ fn status_text(status: &Status) -> String {
         let balloon = machine.and_then(|machine| machine.balloon);
         lines.push([
             ebb_program::printable(&status.name),
-            status.monitor.clone().unwrap_or_else(|| "?".to_owned()),
+            ebb_program::printable(status.monitor.as_deref().unwrap_or("?")),
             size(machine.map(|machine| machine.size_bytes)),
             size(machine.and_then(|machine| machine.resident_bytes)),
             size(machine.and_then(explain::used_bytes)),
@@ -229,7 +248,8 @@ fn status_text(status: &Status) -> String {
     text
 }
 
-fn decision_text(status: &MachineStatus) -> String {
+/// What is decided about a machine, or what is wrong with it.
+pub(crate) fn decision_text(status: &MachineStatus) -> String {
     if let Some(trouble) = &status.trouble {
         return ebb_program::printable(trouble);
     }

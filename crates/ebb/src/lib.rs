@@ -24,6 +24,7 @@ mod receive;
 mod restore;
 mod run;
 mod snapshot;
+mod top;
 
 use std::process::ExitCode;
 
@@ -76,6 +77,8 @@ enum Command {
     Console(console::Args),
     /// Show what `ebbd` does about the memory of this host's machines, and why
     Host(host::Args),
+    /// Watch a host's machines, and what their memory is used for
+    Top(top::Args),
     /// Own the stable pages that machines of one trust domain share
     MergeBroker(merge_broker::Args),
     /// Check whether this machine can run guests, and what to do if not
@@ -117,6 +120,7 @@ pub fn main() -> ExitCode {
             Command::Cp(args) => cp::run(args),
             Command::Console(args) => console::run(&args),
             Command::Host(args) => host::run(args),
+            Command::Top(args) => top::run(&args),
             Command::MergeBroker(args) => merge_broker::run(args),
             Command::Doctor(args) => doctor::run(&args),
             Command::ExtractVmlinux(args) => extract_vmlinux::run(args),

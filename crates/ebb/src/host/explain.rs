@@ -8,25 +8,15 @@ use crate::columns::columns;
 use crate::ctl::{bytes, duration};
 
 /// What a machine's guest uses by its own statistics.
-pub(super) fn used_bytes(machine: &Machine) -> Option<u64> {
+pub(crate) fn used_bytes(machine: &Machine) -> Option<u64> {
     let available = machine.statistics?.available_bytes?;
     Some(machine.outside_balloon_bytes().saturating_sub(available))
 }
 
-pub(super) fn text(status: &MachineStatus, at_ms: u64) -> String {
-    let mut lines: Vec<[String; 2]> = Vec::new();
+/// A machine, and the decision about it.
+pub(crate) fn text(status: &MachineStatus, at_ms: u64) -> String {
+    let mut lines = facts(status, at_ms);
     let mut line = |name: &str, value: String| lines.push([name.to_owned(), value]);
-    line("machine", ebb_program::printable(&status.name));
-    let process = status.pid.map_or_else(String::new, |pid| format!(", process {pid}"));
-    let monitor = status.monitor.as_deref().unwrap_or("unknown");
-    line("monitor", format!("{monitor}, {}{process}", ebb_program::printable(&status.socket)));
-    line("profile", ebb_program::printable(&status.profile));
-    if let Some(machine) = &status.machine {
-        inputs(machine, at_ms, &mut line);
-    }
-    if let Some(trouble) = &status.trouble {
-        line("trouble", ebb_program::printable(trouble));
-    }
     match &status.explanation {
         None => line("decision", "none yet".to_owned()),
         Some(why) => {
@@ -43,6 +33,29 @@ pub(super) fn text(status: &MachineStatus, at_ms: u64) -> String {
         }
     }
     columns(&lines)
+}
+
+/// What is known of a machine, by name and value.
+pub(crate) fn facts(status: &MachineStatus, at_ms: u64) -> Vec<[String; 2]> {
+    let mut lines: Vec<[String; 2]> = Vec::new();
+    // Names and troubles come from elsewhere: one must not look like a line of its own.
+    let mut line =
+        |name: &str, value: String| lines.push([name.to_owned(), value.replace('\n', " ")]);
+    line("machine", ebb_program::printable(&status.name));
+    let process = status.pid.map_or_else(String::new, |pid| format!(", process {pid}"));
+    let monitor = ebb_program::printable(status.monitor.as_deref().unwrap_or("unknown"));
+    line("monitor", format!("{monitor}, {}{process}", ebb_program::printable(&status.socket)));
+    // Only a daemon has profiles.
+    if !status.profile.is_empty() {
+        line("profile", ebb_program::printable(&status.profile));
+    }
+    if let Some(machine) = &status.machine {
+        inputs(machine, at_ms, &mut line);
+    }
+    if let Some(trouble) = &status.trouble {
+        line("trouble", ebb_program::printable(trouble));
+    }
+    lines
 }
 
 fn inputs(machine: &Machine, at_ms: u64, line: &mut impl FnMut(&str, String)) {

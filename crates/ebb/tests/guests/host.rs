@@ -55,8 +55,8 @@ impl<'a> Daemon<'a> {
 
     fn configure(scene: &Scene, policy: &str) {
         let folder = folder(scene);
-        let text =
-            format!("machines = [\"{}\"]\ninterval_ms = 500\n[policy]\n{policy}", folder.display());
+        let folder = folder.display();
+        let text = format!("machines = [\"{folder}\"]\ninterval_ms = 500\n[policy]\n{policy}");
         fs::write(scene.path("ebbd.toml"), text).unwrap();
     }
 
@@ -166,6 +166,7 @@ fn idle_memory_is_taken(scene: &Scene) {
         assert!(text.contains(word), "no {word}: {text}");
     }
     assert!(daemon.text(&[]).contains("host pressed"), "{}", daemon.text(&[]));
+    top_shows(scene, &guest, "web-1");
     assert!(daemon.json(&["plan"])["machines"][0]["explanation"].is_object());
     // A machine that is held is left alone.
     assert_eq!(daemon.json(&["hold", "web-1"])["is_held"], true);
@@ -219,6 +220,18 @@ fn idle_memory_is_taken(scene: &Scene) {
     assert!(!scene.path("ebbd.sock").exists());
     assert!(daemon.refused(&["status"]).contains("no ebbd serves"));
     assert_eq!(guest.wrong_pages(), 0);
+}
+
+/// One picture of `ebb top`, with the daemon and without.
+fn top_shows(scene: &Scene, guest: &Guest, name: &str) {
+    let daemon = scene.path("ebbd.sock");
+    for (option, socket) in [("--socket", &daemon), ("--machine", guest.socket())] {
+        let mut program = Program::new(&scene.world.ebb);
+        let output = program.args(["top", "--once", option]).arg(socket).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains(name), "{output:?}");
+        assert!(text.contains("512 MiB"), "{text}");
+    }
 }
 
 /// Room is kept for those that were admitted, and those that came first are first.
