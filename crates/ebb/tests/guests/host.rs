@@ -230,7 +230,7 @@ fn top_shows(scene: &Scene, guest: &Guest, name: &str) {
         let output = program.args(["top", "--once", option]).arg(socket).output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success() && text.contains(name), "{output:?}");
-        assert!(text.contains("512 MiB"), "{text}");
+        assert!(text.contains("512.0 MiB"), "{text}");
     }
 }
 
