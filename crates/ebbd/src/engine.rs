@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use ebb_host_policy::report::{Admission, Arrival, MachineStatus, Room, Status};
@@ -15,7 +16,7 @@ use crate::config::{Config, ConfigError};
 use crate::fleet::{Fleet, Link, Rhythm, View};
 use crate::host::{Source, Unreadable};
 use crate::monitors::Undo;
-use crate::store::Store;
+use crate::store::{Store, StoreError};
 use crate::watchdog::{Entry, Watchdog};
 
 /// How often directories are searched for sockets.
@@ -34,7 +35,9 @@ pub struct Engine {
     source: Source,
     fleet: Fleet,
     state: State,
-    store: Store,
+    store: Arc<Store>,
+    /// The result of the save under way.
+    saving: Option<Saving>,
     watchdog: Watchdog,
     admissions: Admissions,
     last: Option<Last>,
@@ -46,6 +49,8 @@ pub struct Engine {
     discover_ms: u64,
     save_ms: u64,
 }
+
+type Saving = Arc<OnceLock<Result<(), StoreError>>>;
 
 /// The last decision.
 #[derive(Debug)]
@@ -81,7 +86,8 @@ impl Engine {
             source,
             fleet: Fleet::default(),
             state,
-            store,
+            store: Arc::new(store),
+            saving: None,
             watchdog,
             admissions: Admissions::default(),
             last: None,
@@ -113,9 +119,13 @@ impl Engine {
             }
             Err(unreadable) => self.problem("host", unreadable.to_string()),
         }
-        if now_ms >= self.save_ms {
+        if self.has_saved() && now_ms >= self.save_ms {
             self.save_ms = now_ms + SAVE_MS;
-            self.save();
+            // A slow disk must not delay decisions.
+            let (store, state) = (self.store.clone(), self.state.clone());
+            let saved = Arc::new(OnceLock::new());
+            self.saving = Some(saved.clone());
+            tokio::task::spawn_blocking(move || saved.set(store.save(&state)));
         }
     }
 
@@ -237,14 +247,22 @@ impl Engine {
                 link.order(undo.action(), Duration::ZERO);
             }
         }
-        self.save();
+        if let Err(error) = self.store.save(&self.state) {
+            tracing::warn!("the state is not saved: {error}");
+        }
     }
 
-    fn save(&mut self) {
-        match self.store.save(&self.state) {
-            Ok(()) => self.solve("state"),
-            Err(error) => self.problem("state", format!("the state is not saved: {error}")),
+    /// Whether the last save has ended.
+    fn has_saved(&mut self) -> bool {
+        let Some(saving) = self.saving.take() else { return true };
+        match saving.get() {
+            None => self.saving = Some(saving),
+            Some(Ok(())) => self.solve("state"),
+            Some(Err(error)) => {
+                self.problem("state", format!("the state is not saved: {error}"));
+            }
         }
+        self.saving.is_none()
     }
 
     fn problem(&mut self, about: &str, problem: String) {
@@ -348,7 +366,7 @@ impl Engine {
             return None;
         }
         self.state.hold(machine, is_held);
-        self.save();
+        self.save_ms = 0;
         let status = self.status()?;
         status.machines.into_iter().find(|status| status.name == machine)
     }

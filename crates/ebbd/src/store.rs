@@ -31,17 +31,23 @@ struct Saved {
 /// A state that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
+    /// The directory cannot be used.
+    #[error("cannot use {directory:?}: {source}; choose another --state, or run ebbd as root")]
+    Directory {
+        /// The directory.
+        directory: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
     /// Another daemon uses the directory.
     #[error("another ebbd uses {directory:?}; end it first, or choose another --state")]
     InUse {
         /// The directory.
         directory: PathBuf,
     },
-    /// The system refuses an operation.
-    #[error("cannot {action} {path:?}: {source}")]
-    Io {
-        /// The operation.
-        action: &'static str,
+    /// The file cannot be written.
+    #[error("cannot write {path:?}: {source}")]
+    Write {
         /// The file.
         path: PathBuf,
         /// The system's error.
@@ -55,16 +61,15 @@ impl Store {
     /// # Errors
     /// [`StoreError`].
     pub fn open(directory: &Path) -> Result<Self, StoreError> {
-        let failed =
-            |action| move |source| StoreError::Io { action, path: directory.to_owned(), source };
-        fs::create_dir_all(directory).map_err(failed("create"))?;
-        let lock = File::open(directory).map_err(failed("open"))?;
+        let refused = |source| StoreError::Directory { directory: directory.to_owned(), source };
+        fs::create_dir_all(directory).map_err(refused)?;
+        let lock = File::open(directory).map_err(refused)?;
         match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => {
                 return Err(StoreError::InUse { directory: directory.to_owned() });
             }
-            Err(errno) => return Err(failed("lock")(errno.into())),
+            Err(errno) => return Err(refused(errno.into())),
         }
         let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         let boot = boot.trim().to_owned();
@@ -111,12 +116,12 @@ impl Store {
     /// Replaces the file.
     ///
     /// # Errors
-    /// [`StoreError::Io`]; the old file is still there.
+    /// [`StoreError::Write`]; the old file is still there.
     pub fn save(&self, state: &State) -> Result<(), StoreError> {
         let new = self.directory.join("state.json.new");
-        let failed = |action| move |source| StoreError::Io { action, path: self.path(), source };
+        let failed = |source| StoreError::Write { path: self.path(), source };
         let saved = Saved { boot: self.boot.clone(), state: state.clone() };
-        let text = serde_json::to_vec(&saved).map_err(|error| failed("write")(error.into()))?;
+        let text = serde_json::to_vec(&saved).map_err(|error| failed(error.into()))?;
         let written = File::create(&new)
             .and_then(|mut file| {
                 file.write_all(&text)?;
@@ -127,7 +132,7 @@ impl Store {
             // It takes up room.
             let _ = fs::remove_file(&new);
         }
-        written.map_err(failed("write"))
+        written.map_err(failed)
     }
 }
 

@@ -5,7 +5,6 @@ use std::io;
 use std::os::unix::fs::FileExt as _;
 
 use rustix::fs::{Mode, OFlags};
-use rustix::net::sockopt::socket_peercred;
 use tokio::net::UnixStream;
 
 /// A process. Its files in /proc are open, so that another one that gets the same number later is
@@ -36,8 +35,10 @@ impl Process {
     /// # Errors
     /// It has ended, or is in another PID namespace.
     pub fn behind(stream: &UnixStream) -> io::Result<Self> {
-        let pid = socket_peercred(stream)?.pid.as_raw_nonzero().get().unsigned_abs();
-        Self::of(pid)
+        match stream.peer_cred()?.pid() {
+            Some(pid) if pid > 0 => Self::of(pid.unsigned_abs()),
+            _ => Err(io::Error::other("its process is in another PID namespace")),
+        }
     }
 
     /// The process with this number.
