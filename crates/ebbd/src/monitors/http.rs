@@ -9,11 +9,14 @@ use hyper::client::conn::http1::{SendRequest, handshake};
 use hyper::header::{CONTENT_TYPE, HOST, SERVER};
 use hyper::{Method, Request};
 use hyper_util::rt::TokioIo;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
+use tokio::net::UnixStream;
 use tokio::task::JoinHandle;
 
 use super::process::Process;
-use super::{MOST_BYTES, Trouble, connect};
+use super::{MOST_BYTES, Trouble, connect, repeatable};
 
 /// A connection with an HTTP server.
 #[derive(Debug)]
@@ -30,13 +33,17 @@ pub(super) struct Answer {
     pub(super) status: u16,
     /// What the server calls itself; empty if it does not.
     pub(super) server: String,
-    /// Its body; null if there is none.
-    pub(super) body: Value,
+    body: Bytes,
 }
 
 impl Http {
     pub(super) async fn connect(path: &Path) -> Result<Self, Trouble> {
         let (stream, process) = connect(path).await?;
+        Self::start(stream, process).await
+    }
+
+    /// Uses a connection on which nothing was said.
+    pub(super) async fn start(stream: UnixStream, process: Arc<Process>) -> Result<Self, Trouble> {
         let gone = |error: hyper::Error| Trouble::Gone(error.to_string());
         let (sender, connection) = handshake(TokioIo::new(stream)).await.map_err(gone)?;
         let connection = tokio::spawn(async move {
@@ -79,12 +86,12 @@ impl Http {
         let server = server.unwrap_or_default().to_owned();
         let body = Limited::new(body, MOST_BYTES).collect().await;
         let body = body.map_err(|error| nonsense(&error))?.to_bytes();
-        let body = if body.is_empty() {
-            Value::Null
-        } else {
-            serde_json::from_slice(&body).map_err(|error| nonsense(&error))?
-        };
         Ok(Answer { status: head.status.as_u16(), server, body })
+    }
+
+    /// The document that a `GET` is answered with.
+    pub(super) async fn get<T: DeserializeOwned>(&mut self, target: &str) -> Result<T, Trouble> {
+        self.ask(Method::GET, target, None).await?.document()
     }
 }
 
@@ -92,4 +99,63 @@ impl Drop for Http {
     fn drop(&mut self) {
         self.connection.abort();
     }
+}
+
+impl Answer {
+    /// Whether the server has done what it was asked for.
+    ///
+    /// # Errors
+    /// [`Trouble::Refused`].
+    pub(super) fn accepted(&self) -> Result<(), Trouble> {
+        if self.status < 400 {
+            return Ok(());
+        }
+        Err(Trouble::Refused(format!("status {}, {}", self.status, repeatable(&self.message()))))
+    }
+
+    /// Its document.
+    ///
+    /// # Errors
+    /// [`Trouble::Refused`] and [`Trouble::Nonsense`].
+    pub(super) fn document<T: DeserializeOwned>(&self) -> Result<T, Trouble> {
+        self.accepted()?;
+        self.body()
+    }
+
+    /// Its body as a document, also that of a refusal.
+    ///
+    /// # Errors
+    /// [`Trouble::Nonsense`].
+    pub(super) fn body<T: DeserializeOwned>(&self) -> Result<T, Trouble> {
+        serde_json::from_slice(&self.body).map_err(|error| Trouble::Nonsense(error.to_string()))
+    }
+
+    /// Why it was refused, in the form of each of the monitors; empty if in none of them.
+    fn message(&self) -> String {
+        if let Ok(Problem { error }) = self.body() {
+            return error.message;
+        }
+        if let Ok(Fault { fault_message }) = self.body() {
+            return fault_message;
+        }
+        let causes: Vec<String> = self.body().unwrap_or_default();
+        causes.join(": ")
+    }
+}
+
+/// A refusal of this project's monitors.
+#[derive(Deserialize)]
+struct Problem {
+    error: ProblemText,
+}
+
+#[derive(Deserialize)]
+struct ProblemText {
+    message: String,
+}
+
+/// A refusal of Firecracker. (That of Cloud Hypervisor is a list of causes.)
+#[derive(Deserialize)]
+struct Fault {
+    fault_message: String,
 }
