@@ -15,8 +15,8 @@
 
 use super::{State, Values};
 
-/// A guest that needs no more than this of a processor is idle, in percent.
-const IDLE_PERCENT: u64 = 20;
+/// A guest that needs no more than this part of a processor is idle: a fifth.
+const IDLE_DIVISOR: u64 = 5;
 
 /// A look at a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +64,7 @@ impl Record {
         }
         let ran_ms = look.processor_ms.saturating_sub(self.look.processor_ms);
         let elapsed_ms = look.at_ms.saturating_sub(self.look.at_ms);
-        if ran_ms.saturating_mul(100) > elapsed_ms.saturating_mul(IDLE_PERCENT) {
+        if ran_ms > elapsed_ms / IDLE_DIVISOR {
             return Self { answers: Answers::Missing, ..next };
         }
         match self.answers {
