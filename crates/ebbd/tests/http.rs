@@ -127,8 +127,8 @@ fn sections(text: &str) -> HashMap<String, Section> {
             answer.push(lines.next().unwrap());
         }
         let end = answer.iter().position(|line| line.is_empty()).unwrap();
-        let head: String = answer[..end].iter().map(|line| format!("{line}\r\n")).collect();
-        let answer = format!("{head}\r\n{}", answer[end + 1..].concat());
+        let (head, body) = (answer[..end].join("\r\n"), answer[end + 1..].concat());
+        let answer = format!("{head}\r\n\r\n{body}");
         sections.entry(name.to_owned()).or_default().insert(request.to_owned(), answer);
     }
     sections
@@ -178,8 +178,8 @@ fn means(list: &[Mean]) -> Means {
     list.iter().copied().collect()
 }
 
-fn balloon(target_mib: u64, actual_mib: u64) -> Option<Balloon> {
-    Some(Balloon { target_bytes: target_mib * MIB, actual_bytes: actual_mib * MIB })
+fn balloon(target_mib: u64, actual_mib: u64) -> Balloon {
+    Balloon { target_bytes: target_mib * MIB, actual_bytes: actual_mib * MIB }
 }
 
 fn inflate(target_bytes: u64) -> Action {
@@ -232,7 +232,7 @@ async fn firecracker_with_a_balloon() {
     let server = Server::replay("firecracker/machine.http", "running");
     let mut monitor = server.connect().await.unwrap();
     let seen = look(&mut monitor, 0).await;
-    assert_eq!((seen.size_bytes, seen.balloon), (256 * MIB, balloon(0, 0)));
+    assert_eq!((seen.size_bytes, seen.balloon), (256 * MIB, Some(balloon(0, 0))));
     assert_eq!(seen.means, means(&[Mean::Reporting, Mean::Balloon, Mean::Pause]));
     assert_eq!(seen.statistics, None, "of any age");
     let said = look(&mut monitor, 1).await.statistics.unwrap();
@@ -254,7 +254,7 @@ async fn firecracker_with_a_balloon() {
 
     server.enter("inflated");
     let seen = look(&mut monitor, 2).await;
-    assert_eq!(seen.balloon, balloon(64, 64));
+    assert_eq!(seen.balloon, Some(balloon(64, 64)));
     assert_eq!(seen.statistics.unwrap().taken_ms, NOW_MS + LATER_MS);
     act(&mut monitor, PAUSE).await.unwrap();
     assert_eq!(server.changes(), ["PATCH /vm {\"state\":\"Paused\"}"]);
@@ -306,7 +306,7 @@ async fn statistics_of_a_snapshot_have_no_time() {
     let mut monitor = server.connect().await.unwrap();
     for nth in 0..3 {
         let seen = look(&mut monitor, nth).await;
-        assert_eq!((seen.balloon, seen.statistics), (balloon(64, 64), None));
+        assert_eq!((seen.balloon, seen.statistics), (Some(balloon(64, 64)), None));
     }
     assert!(is_refused(&act(&mut monitor, PAUSE).await), "it is another's pause");
     server.enter("running");
@@ -327,7 +327,7 @@ async fn memory_that_was_plugged_counts() {
     let server = Server::replay("cloud-hypervisor/plugged.http", "plugged");
     let mut monitor = server.connect().await.unwrap();
     let seen = look(&mut monitor, 0).await;
-    assert_eq!((seen.size_bytes, seen.balloon), ((256 + 128) * MIB, balloon(32, 32)));
+    assert_eq!((seen.size_bytes, seen.balloon), ((256 + 128) * MIB, Some(balloon(32, 32))));
 }
 
 #[tokio::test]
@@ -360,7 +360,7 @@ async fn cloud_hypervisor_with_a_balloon() {
     let expected = Seen {
         size_bytes: 256 * MIB,
         is_paused: false,
-        balloon: balloon(0, 0),
+        balloon: Some(balloon(0, 0)),
         statistics: None,
         means: means(&[Mean::Reporting, Mean::Balloon, Mean::Pause]),
     };
@@ -373,7 +373,7 @@ async fn cloud_hypervisor_with_a_balloon() {
     assert_eq!(server.changes(), [""; 0]);
 
     server.enter("inflated");
-    assert_eq!(look(&mut monitor, 1).await.balloon, balloon(64, 64));
+    assert_eq!(look(&mut monitor, 1).await.balloon, Some(balloon(64, 64)));
     act(&mut monitor, PAUSE).await.unwrap();
     assert_eq!(server.changes(), ["PUT /api/v1/vm.pause"]);
     server.enter("paused");
@@ -387,7 +387,7 @@ async fn cloud_hypervisor_with_a_balloon() {
     act(&mut monitor, Action::Resume).await.unwrap();
     assert_eq!(server.changes(), [""; 0]);
     server.enter("deflated");
-    assert_eq!(look(&mut monitor, 3).await.balloon, balloon(0, 0));
+    assert_eq!(look(&mut monitor, 3).await.balloon, Some(balloon(0, 0)));
     server.enter("shut-down");
     assert_left_alone(&mut monitor, &server).await;
     act(&mut monitor, inflate(0)).await.unwrap();
@@ -422,6 +422,31 @@ async fn servers_are_told_apart() {
         matches!(&other, Err(Trouble::Nonsense(text)) if text.contains("'other'")),
         "{other:?}"
     );
+}
+
+#[tokio::test]
+async fn a_connection_may_be_closed_between_requests() {
+    let directory = tempfile::tempdir().unwrap();
+    let listener = UnixListener::bind(directory.path().join("api")).unwrap();
+    let documents =
+        [r#"{"state":"Running"}"#, r#"{"state":"Running"}"#, "{}", r#"{"state":"Paused"}"#, "{}"];
+    let server = tokio::spawn(async move {
+        for document in documents {
+            let (stream, _) = listener.accept().await.unwrap();
+            let mut stream = BufReader::new(stream);
+            next(&mut stream).await.unwrap();
+            let length = document.len();
+            let head = "HTTP/1.1 200 \r\nServer: Firecracker API\r\nConnection: close\r\n";
+            let answer = format!("{head}Content-Length: {length}\r\n\r\n{document}");
+            stream.write_all(answer.as_bytes()).await.unwrap();
+        }
+    });
+    let mut monitor = Monitor::connect(&directory.path().join("api")).await.unwrap();
+    act(&mut monitor, PAUSE).await.unwrap();
+    // It is not forgotten whose pause it is.
+    act(&mut monitor, PAUSE).await.unwrap();
+    act(&mut monitor, inflate(0)).await.unwrap();
+    server.await.unwrap();
 }
 
 #[tokio::test]

@@ -1,6 +1,7 @@
-//! HTTP over a monitor's socket: one connection for many requests.
+//! HTTP over a monitor's socket: one connection for many requests, and another one when the server
+//! has closed it between two of them (RFC 9112 section 9.5). A server with many clients does so.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use http_body_util::{BodyExt as _, Full, Limited};
@@ -21,8 +22,14 @@ use super::{MOST_BYTES, Trouble, connect, repeatable};
 /// A connection with an HTTP server.
 #[derive(Debug)]
 pub(super) struct Http {
-    sender: SendRequest<Full<Bytes>>,
+    wire: Wire,
+    path: PathBuf,
     process: Arc<Process>,
+}
+
+#[derive(Debug)]
+struct Wire {
+    sender: SendRequest<Full<Bytes>>,
     connection: JoinHandle<()>,
 }
 
@@ -39,18 +46,16 @@ pub(super) struct Answer {
 impl Http {
     pub(super) async fn connect(path: &Path) -> Result<Self, Trouble> {
         let (stream, process) = connect(path).await?;
-        Self::start(stream, process).await
+        Self::start(stream, process, path).await
     }
 
-    /// Uses a connection on which nothing was said.
-    pub(super) async fn start(stream: UnixStream, process: Arc<Process>) -> Result<Self, Trouble> {
-        let gone = |error: hyper::Error| Trouble::Gone(error.to_string());
-        let (sender, connection) = handshake(TokioIo::new(stream)).await.map_err(gone)?;
-        let connection = tokio::spawn(async move {
-            // The sender reports its errors.
-            let _ = connection.await;
-        });
-        Ok(Self { sender, process, connection })
+    /// Uses a connection with the socket `path` on which nothing was said.
+    pub(super) async fn start(
+        stream: UnixStream,
+        process: Arc<Process>,
+        path: &Path,
+    ) -> Result<Self, Trouble> {
+        Ok(Self { wire: Wire::start(stream).await?, path: path.to_owned(), process })
     }
 
     pub(super) fn process(&self) -> Arc<Process> {
@@ -75,8 +80,11 @@ impl Http {
             .header(CONTENT_TYPE, "application/json")
             .body(Full::new(bytes))
             .map_err(|error| nonsense(&error))?;
-        self.sender.ready().await.map_err(gone)?;
+        if self.wire.sender.ready().await.is_err() {
+            self.connect_again().await?;
+        }
         let response = self
+            .wire
             .sender
             .send_request(request)
             .await
@@ -89,13 +97,34 @@ impl Http {
         Ok(Answer { status: head.status.as_u16(), server, body })
     }
 
+    async fn connect_again(&mut self) -> Result<(), Trouble> {
+        let (stream, process) = connect(&self.path).await?;
+        if process.pid() != self.process.pid() {
+            return Err(Trouble::Gone("another process serves it now".to_owned()));
+        }
+        self.wire = Wire::start(stream).await?;
+        Ok(())
+    }
+
     /// The document that a `GET` is answered with.
     pub(super) async fn get<T: DeserializeOwned>(&mut self, target: &str) -> Result<T, Trouble> {
         self.ask(Method::GET, target, None).await?.document()
     }
 }
 
-impl Drop for Http {
+impl Wire {
+    async fn start(stream: UnixStream) -> Result<Self, Trouble> {
+        let gone = |error: hyper::Error| Trouble::Gone(error.to_string());
+        let (sender, connection) = handshake(TokioIo::new(stream)).await.map_err(gone)?;
+        let connection = tokio::spawn(async move {
+            // The sender reports its errors.
+            let _ = connection.await;
+        });
+        Ok(Self { sender, connection })
+    }
+}
+
+impl Drop for Wire {
     fn drop(&mut self) {
         self.connection.abort();
     }

@@ -118,7 +118,7 @@ impl Monitor {
         if qemu::is_name(&process) {
             return Err(qemu::busy());
         }
-        let mut http = Http::start(stream, process).await?;
+        let mut http = Http::start(stream, process, path).await?;
         // All know the path `/`, or refuse it and tell their names.
         let answer = http.ask(Method::GET, "/", None).await?;
         Ok(match answer.server.as_str() {

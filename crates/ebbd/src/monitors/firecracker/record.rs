@@ -8,15 +8,18 @@
 //!   the same again and again: one with Linux 6.1 and no program did so 90 times of 90. What has
 //!   not run has not used memory either, so the values still hold.
 //!
-//! A guest that runs and whose values stay the same does not answer. Then the values have the time
-//! at which they were last known to hold, until they change. What a connection sees first has no
-//! time: it may be from before a snapshot. Neither has it while the machine is paused, since a
-//! guest that stands still does not answer.
+//! A guest that runs for longer and whose values stay the same does not answer. Then the values have
+//! the time at which they were last known to hold, until they change. What a connection sees first
+//! has no time: it may be from before a snapshot. Nothing is new while the machine is paused, since
+//! a guest that stands still does not answer.
 
 use super::{State, Values};
 
 /// A guest that needs no more than this part of a processor is idle: a fifth.
 const IDLE_DIVISOR: u64 = 5;
+/// A guest that has run for longer than this beyond it would have used or freed memory, or had a
+/// page fault: its values would have changed.
+const MOST_BEYOND_MS: u64 = 2000;
 
 /// A look at a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,42 +38,34 @@ pub(super) struct Record {
     look: Look,
     /// When the values held, at the earliest; `None` if that is not known.
     pub(super) taken_ms: Option<u64>,
-    answers: Answers,
-}
-
-/// Whether a guest seems to answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Answers {
-    Plausible,
-    /// It has run, and its values have not changed since.
-    Missing,
+    /// How long it has run beyond what is idle since its values have changed.
+    beyond_ms: u64,
 }
 
 impl Record {
     /// Begins with values of any age.
     pub(super) fn first(values: Values, look: Look) -> Self {
-        Self { values, look, taken_ms: None, answers: Answers::Plausible }
+        Self { values, look, taken_ms: None, beyond_ms: 0 }
     }
 
     /// The record after one more look.
     pub(super) fn next(self, values: Values, look: Look) -> Self {
+        let before_ms = self.look.at_ms;
         if values != self.values {
-            let taken_ms = Some(self.look.at_ms);
-            return Self { values, look, taken_ms, answers: Answers::Plausible };
+            return Self { values, look, taken_ms: Some(before_ms), beyond_ms: 0 };
         }
         let next = Self { look, ..self };
-        if self.look.state != State::Running || look.state != State::Running {
+        let is_silent = self.beyond_ms > MOST_BEYOND_MS;
+        if is_silent || self.look.state != State::Running || look.state != State::Running {
             return next;
         }
         let ran_ms = look.processor_ms.saturating_sub(self.look.processor_ms);
-        let elapsed_ms = look.at_ms.saturating_sub(self.look.at_ms);
-        if ran_ms > elapsed_ms / IDLE_DIVISOR {
-            return Self { answers: Answers::Missing, ..next };
+        let idle_ms = look.at_ms.saturating_sub(before_ms) / IDLE_DIVISOR;
+        let beyond_ms = self.beyond_ms.saturating_add(ran_ms).saturating_sub(idle_ms);
+        if beyond_ms > MOST_BEYOND_MS {
+            return Self { beyond_ms, ..next };
         }
-        match self.answers {
-            Answers::Plausible => Self { taken_ms: Some(self.look.at_ms), ..next },
-            Answers::Missing => next,
-        }
+        Self { beyond_ms, taken_ms: Some(before_ms), ..next }
     }
 }
 
@@ -120,16 +115,28 @@ mod tests {
 
     #[test]
     fn a_guest_that_runs_and_says_nothing_new_is_silent() {
-        let record = Record::first(OLD, look(0, 0)).next(OLD, look(1000, 0));
+        let record = Record::first(OLD, look(0, 0)).next(OLD, look(1000, 1000));
         assert_eq!(record.taken_ms, Some(0));
-        let record = record.next(OLD, look(2000, 201));
-        assert_eq!(record.taken_ms, Some(0));
+        let record = record.next(OLD, look(2000, 2000));
+        assert_eq!(record.taken_ms, Some(1000));
+        let record = record.next(OLD, look(3000, 3000));
+        assert_eq!(record.taken_ms, Some(1000));
         // That it has stopped running does not make what it said before true.
-        let record = record.next(OLD, look(3000, 201)).next(OLD, look(4000, 201));
-        assert_eq!(record.taken_ms, Some(0));
-        let record = record.next(NEW, look(5000, 201));
-        assert_eq!(record.taken_ms, Some(4000));
-        assert_eq!(record.next(NEW, look(6000, 201)).taken_ms, Some(5000));
+        let record = record.next(OLD, look(4000, 3000)).next(OLD, look(90_000, 3000));
+        assert_eq!(record.taken_ms, Some(1000));
+        let record = record.next(NEW, look(91_000, 3000));
+        assert_eq!(record.taken_ms, Some(90_000));
+        assert_eq!(record.next(NEW, look(92_000, 3000)).taken_ms, Some(91_000));
+    }
+
+    #[test]
+    fn a_guest_may_run_for_a_moment() {
+        let mut record = Record::first(OLD, look(0, 0));
+        for round in 1..10 {
+            record = record.next(OLD, look(round * 10_000 - 8000, round * 1500));
+            record = record.next(OLD, look(round * 10_000, round * 1500));
+            assert_eq!(record.taken_ms, Some(round * 10_000 - 8000));
+        }
     }
 
     #[test]
