@@ -4,7 +4,7 @@
 //!
 //! - Nothing is undone when this program dies ([watchdog](crate::watchdog)).
 //! - `desired_balloon` is the size of the balloon, in bytes. It is not compared with the machine's
-//!   memory, and its pages are cut to 32 bits, so the limit is checked here. It stays over a reboot.
+//!   memory, and its pages are cut to 32 bits, so the limit is checked here. A reboot keeps it.
 //! - There are no statistics of the balloon; `vm.counters` has none either. The
 //!   [policy](ebb_host_policy) never inflates the balloon of a guest that says nothing, and it has
 //!   no ceiling. What is left is to watch the machine, to count it in `fit`, and its guest's own

@@ -8,9 +8,9 @@
 //!   the same again and again: one with Linux 6.1 and no program did so 90 times of 90. What has
 //!   not run has not used memory either, so the values still hold.
 //!
-//! A guest that runs for longer and whose values stay the same does not answer. Then the values have
-//! the time at which they were last known to hold, until they change. What a connection sees first
-//! has no time: it may be from before a snapshot. Nothing is new while the machine is paused, since
+//! A guest that runs for longer and whose values stay the same does not answer. Then the values
+//! have the time at which they were last known to hold, until they change. What is seen first has
+//! no time: it may be from before a snapshot. Nothing is new while the machine is paused, since
 //! a guest that stands still does not answer.
 
 use super::{State, Values};

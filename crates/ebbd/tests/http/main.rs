@@ -2,165 +2,23 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::collections::HashMap;
-use std::path::Path;
-use std::sync::{Arc, Mutex};
+mod bad;
+mod server;
+
 use std::time::Duration;
 
 use ebb_host_policy::{Action, Balloon, Mean, Means};
 use ebbd::monitors::{Kind, Monitor, Seen, Trouble};
-use tempfile::TempDir;
-use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
-use tokio::net::{UnixListener, UnixStream};
+use tokio::io::{AsyncWriteExt as _, BufReader};
+use tokio::net::UnixListener;
+
+use server::{Server, next};
 
 const MIB: u64 = 1 << 20;
 /// The moment of the first look.
 const NOW_MS: u64 = 100_000;
 /// Between two looks: so long that this process is idle by comparison, which stands for a monitor.
 const LATER_MS: u64 = 100_000;
-/// What Cloud Hypervisor answers about a path that it does not have.
-const NOT_FOUND: &str = "HTTP/1.1 404 \r\nServer: Cloud Hypervisor API\r\n\
-                         Connection: keep-alive\r\nContent-Type: application/json\r\n\
-                         Content-Length: 13\r\n\r\n[\"Not Found\"]";
-const DONE: &str = "HTTP/1.1 204 \r\nServer: recorded\r\n\r\n";
-
-/// Whole answers by request: method, target and body.
-type Section = HashMap<String, String>;
-/// What a server answers to a request, as its method, target and body.
-type Answers = Box<dyn Fn(&str) -> String + Send + Sync>;
-
-/// A server for any number of clients.
-struct Server {
-    directory: TempDir,
-    asked: Arc<Mutex<Vec<String>>>,
-    section: Arc<Mutex<&'static str>>,
-}
-
-impl Server {
-    fn start(
-        section: &'static str,
-        make: impl FnOnce(Arc<Mutex<&'static str>>) -> Answers,
-    ) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let listener = UnixListener::bind(directory.path().join("api")).unwrap();
-        let (asked, section) = (Arc::default(), Arc::new(Mutex::new(section)));
-        let server = Self { directory, asked, section: section.clone() };
-        let (asked, answers) = (server.asked.clone(), Arc::new(make(section)));
-        tokio::spawn(async move {
-            while let Ok((stream, _)) = listener.accept().await {
-                let (asked, answers) = (asked.clone(), answers.clone());
-                tokio::spawn(async move {
-                    let mut stream = BufReader::new(stream);
-                    while let Some(request) = next(&mut stream).await {
-                        let answer = answers(&request);
-                        asked.lock().unwrap().push(request);
-                        if stream.write_all(answer.as_bytes()).await.is_err() {
-                            break;
-                        }
-                    }
-                });
-            }
-        });
-        server
-    }
-
-    /// Answers with what was recorded, and anything else that changes something with success.
-    fn replay(name: &str, section: &'static str) -> Self {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
-        let sections = sections(&std::fs::read_to_string(path).unwrap());
-        Self::start(section, move |section| {
-            Box::new(move |request| {
-                let recorded = sections[*section.lock().unwrap()].get(request);
-                let recorded = recorded.map(String::as_str);
-                let other = if request == "GET /" { NOT_FOUND } else { DONE };
-                recorded.unwrap_or(other).to_owned()
-            })
-        })
-    }
-
-    /// Answers some targets with a document, and others with a refusal. All are of `name`.
-    fn canned(name: &'static str, documents: &[(&'static str, String)]) -> Self {
-        let documents: HashMap<_, _> = documents.iter().cloned().collect();
-        Self::start("", move |_| {
-            Box::new(move |request| {
-                let target = request.split(' ').nth(1).unwrap();
-                let (status, body) = match documents.get(target) {
-                    Some(body) => (200, body.as_str()),
-                    None => (400, "[\"absent\"]"),
-                };
-                format!(
-                    "HTTP/1.1 {status} \r\nServer: {name}\r\nContent-Length: {}\r\n\r\n{body}",
-                    body.len()
-                )
-            })
-        })
-    }
-
-    async fn connect(&self) -> Result<Monitor, Trouble> {
-        Monitor::connect(&self.directory.path().join("api")).await
-    }
-
-    fn enter(&self, section: &'static str) {
-        *self.section.lock().unwrap() = section;
-    }
-
-    /// What was asked for since the last call, without what changes nothing.
-    fn changes(&self) -> Vec<String> {
-        let mut asked = std::mem::take(&mut *self.asked.lock().unwrap());
-        asked.retain(|request| !request.starts_with("GET "));
-        asked
-    }
-}
-
-/// A recording: `# ` begins a state of the machine, `> ` a request.
-fn sections(text: &str) -> HashMap<String, Section> {
-    let (mut sections, mut name) = (HashMap::<String, Section>::new(), "");
-    let mut lines = text.lines().peekable();
-    while let Some(line) = lines.next() {
-        if let Some(section) = line.strip_prefix("# ") {
-            name = section;
-            continue;
-        }
-        let request = line.strip_prefix("> ").unwrap();
-        let mut answer: Vec<&str> = Vec::new();
-        while lines.peek().is_some_and(|line| !line.starts_with("# ") && !line.starts_with("> ")) {
-            answer.push(lines.next().unwrap());
-        }
-        let end = answer.iter().position(|line| line.is_empty()).unwrap();
-        let (head, body) = (answer[..end].join("\r\n"), answer[end + 1..].concat());
-        let answer = format!("{head}\r\n\r\n{body}");
-        sections.entry(name.to_owned()).or_default().insert(request.to_owned(), answer);
-    }
-    sections
-}
-
-async fn next(stream: &mut BufReader<UnixStream>) -> Option<String> {
-    let (mut request, mut length) = (String::new(), 0);
-    loop {
-        let mut line = String::new();
-        if stream.read_line(&mut line).await.unwrap_or(0) == 0 {
-            return None;
-        }
-        let line = line.trim_end();
-        if let Some(number) = line.to_lowercase().strip_prefix("content-length: ") {
-            length = number.parse().unwrap();
-        }
-        if request.is_empty() {
-            line.strip_suffix(" HTTP/1.1").unwrap().clone_into(&mut request);
-        }
-        if line.is_empty() {
-            break;
-        }
-    }
-    let mut body = vec![0; length];
-    stream.read_exact(&mut body).await.ok()?;
-    if length > 0 {
-        request += " ";
-        request += std::str::from_utf8(&body).unwrap();
-    }
-    Some(request)
-}
-
 async fn act(monitor: &mut Monitor, action: Action) -> Result<(), Trouble> {
     monitor.act(action, Duration::from_secs(30)).await
 }
@@ -464,111 +322,4 @@ async fn a_server_with_too_many_clients_is_trouble() {
         matches!(&monitor, Err(Trouble::Nonsense(text)) if text.contains("503")),
         "{monitor:?}"
     );
-}
-
-/// The documents of a machine, by target.
-fn documents(kind: Kind) -> Vec<(&'static str, String)> {
-    let (name, section, prefix) = match kind {
-        Kind::Firecracker => ("firecracker/plugged.http", "plugged", "GET "),
-        _ => ("cloud-hypervisor/machine.http", "inflated", "GET "),
-    };
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
-    let sections = sections(&std::fs::read_to_string(path).unwrap());
-    let mut found = Vec::new();
-    for target in ["/", "/machine-config", "/hotplug/memory", "/balloon", "/balloon/statistics"]
-        .into_iter()
-        .chain(["/api/v1/vm.info"])
-    {
-        if let Some(answer) = sections[section].get(&format!("{prefix}{target}")) {
-            found.push((target, answer.split_once("\r\n\r\n").unwrap().1.to_owned()));
-        }
-    }
-    found
-}
-
-/// What a look finds if one of a machine's documents is changed, for each of them.
-async fn with_one_changed(
-    change: impl Fn(&str) -> String,
-) -> Vec<(&'static str, Result<Seen, Trouble>)> {
-    let mut tasks = Vec::new();
-    for (kind, name) in
-        [(Kind::Firecracker, "Firecracker API"), (Kind::CloudHypervisor, "Cloud Hypervisor API")]
-    {
-        let documents = documents(kind);
-        for index in 0..documents.len() {
-            let mut documents = documents.clone();
-            documents[index].1 = change(&documents[index].1);
-            let target = documents[index].0;
-            let result = tokio::spawn(async move { exercise(name, &documents).await });
-            tasks.push((target, result));
-        }
-    }
-    let mut results = Vec::new();
-    for (target, result) in tasks {
-        results.push((target, result.await.unwrap()));
-    }
-    results
-}
-
-/// Looks at a machine with these documents, and does things to it, which must end.
-async fn exercise(
-    name: &'static str,
-    documents: &[(&'static str, String)],
-) -> Result<Seen, Trouble> {
-    let server = Server::canned(name, documents);
-    let mut monitor = server.connect().await?;
-    let seen = monitor.look(NOW_MS, 2000).await;
-    for action in [inflate(SOME), PAUSE, Action::Resume] {
-        let _ = act(&mut monitor, action).await;
-    }
-    seen
-}
-
-#[tokio::test]
-async fn garbage_is_nonsense() {
-    for garbage in ["", "\u{1b}[31m", "{}", "[]", "null", "7", "{\"state\":7}", "[[[["] {
-        for (target, result) in with_one_changed(|_| garbage.to_owned()).await {
-            // All that is used of this document may be absent.
-            let is_document = target == "/balloon" && garbage.starts_with(['{', '[']);
-            let is_nonsense = matches!(result, Err(Trouble::Nonsense(_)));
-            assert!(is_document || is_nonsense, "{target} {garbage} {result:?}");
-        }
-    }
-    let halved = with_one_changed(|document| document[..document.len() / 2].to_owned()).await;
-    for (target, result) in halved {
-        assert!(matches!(result, Err(Trouble::Nonsense(_))), "{target} {result:?}");
-    }
-}
-
-#[tokio::test]
-async fn absurd_numbers_do_no_harm() {
-    for number in ["18446744073709551615", "-1", "1e300", "0", "18446744073709551616"] {
-        let mut seen = 0;
-        for (_, result) in with_one_changed(|document| replace_numbers(document, number)).await {
-            seen += u32::from(result.is_ok());
-            assert!(matches!(result, Ok(_) | Err(Trouble::Nonsense(_))), "{number} {result:?}");
-        }
-        assert!(seen > 0, "{number}");
-    }
-}
-
-/// The document with all numbers that are values replaced.
-fn replace_numbers(document: &str, number: &str) -> String {
-    let mut result = String::new();
-    for piece in document.split_inclusive(':') {
-        let rest = piece.trim_start_matches(|character: char| character.is_ascii_digit());
-        if rest.len() < piece.len() && result.ends_with("\":") {
-            result += number;
-        }
-        result += rest;
-    }
-    result
-}
-
-#[tokio::test]
-async fn an_answer_without_end_is_bounded() {
-    let endless = format!("[{}", "0,".repeat(1 << 19));
-    for (target, result) in with_one_changed(|_| endless.clone()).await {
-        assert!(matches!(result, Err(Trouble::Nonsense(_))), "{target} {result:?}");
-    }
 }
