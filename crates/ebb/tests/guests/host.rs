@@ -323,14 +323,14 @@ fn bad_servers(scene: &Scene) {
         let listener = UnixListener::bind(folder(scene).join(format!("{name}.sock"))).unwrap();
         let text = text.to_owned();
         thread::spawn(move || {
-            // Until the test's directory is removed; connections stay open.
-            let mut open = Vec::new();
             while let Ok((mut client, _)) = listener.accept() {
-                if !text.is_empty() {
-                    let _ = client.read(&mut [0; 4096]);
-                    let _ = client.write_all(text.as_bytes());
-                }
-                open.push(client);
+                let text = text.clone();
+                // An answer to each request, until the client hangs up.
+                thread::spawn(move || {
+                    while client.read(&mut [0; 4096]).is_ok_and(|read| read > 0) {
+                        let _ = client.write_all(text.as_bytes());
+                    }
+                });
             }
         });
     }
