@@ -25,7 +25,7 @@ pub const TESTS: &[Test] = &[
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Kernel arguments of the guests.
-fn boot_args() -> String {
+pub fn boot_args() -> String {
     format!("{CMDLINE} tsc=reliable")
 }
 
@@ -44,19 +44,21 @@ fn ask(socket: &Path, method: &str, path: &str, body: &Value) -> (u16, Value) {
     (status, serde_json::from_str(body).unwrap_or_default())
 }
 
+/// Makes a request that succeeds without a document.
 #[track_caller]
-fn done(socket: &Path, method: &str, path: &str, body: &Value) {
+pub fn done(socket: &Path, method: &str, path: &str, body: &Value) {
     assert_eq!(ask(socket, method, path, body), (204, Value::Null), "{method} {path}");
 }
 
-fn document(socket: &Path, path: &str) -> Value {
+/// The document that a request is answered with.
+pub fn document(socket: &Path, path: &str) -> Value {
     let (status, document) = ask(socket, "GET", path, &Value::Null);
     assert_eq!(status, 200, "{document}");
     document
 }
 
 /// Starts the program without a machine, and waits for its API.
-fn serve(scene: &Scene, name: &str, options: &[&str]) -> Guest {
+pub fn serve(scene: &Scene, name: &str, options: &[&str]) -> Guest {
     let socket = scene.path(name);
     let mut program = Program::new(&scene.world.ebb);
     program.arg("firecracker").arg("--api-sock").arg(&socket).args(options);

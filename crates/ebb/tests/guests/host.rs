@@ -13,8 +13,9 @@ use ebb_agent::protocol::Command;
 use ebb_host_policy::report::{Admission, Arrival};
 use ebb_vmm::api::{Client, VmState};
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
+use serde_json::{Value, json};
 
+use crate::firecracker::{boot_args, document, done, serve};
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, eventually, when};
 use crate::setup::Setup;
@@ -25,6 +26,7 @@ pub const TESTS: &[Test] = &[
     Test::new("host::nothing_stays_squeezed", 300, nothing_stays_squeezed),
     Test::new("host::bad_monitors", 240, bad_monitors),
     Test::new("host::peaks_follow_each_other", 300, peaks_follow_each_other),
+    Test::new("host::firecracker_s_api", 300, firecracker_s_api),
 ];
 
 /// First argument that runs this program as the daemon.
@@ -380,6 +382,47 @@ fn peaks_follow_each_other(scene: &Scene) {
     }
 }
 
+/// Firecracker's API has no leases: the daemon's second process undoes what it has left.
+fn firecracker_s_api(scene: &Scene) {
+    folder(scene);
+    let guest = serve(scene, "machines/web-1.sock", &[]);
+    let api = guest.socket().clone();
+    let world = &scene.world;
+    done(&api, "PUT", "/machine-config", &json!({ "vcpu_count": 1, "mem_size_mib": 512 }));
+    let boot = json!({
+        "kernel_image_path": world.vmlinux, "initrd_path": world.initrd,
+        "boot_args": boot_args(),
+    });
+    done(&api, "PUT", "/boot-source", &boot);
+    let balloon = json!({ "amount_mib": 0, "deflate_on_oom": true, "stats_polling_interval_s": 1 });
+    done(&api, "PUT", "/balloon", &balloon);
+    let mut daemon = Daemon::start(scene, &format!("{PLENTY}{CEILING}"));
+    eventually("the machine that is not started is shown", 20, || {
+        let shown = daemon.machine("web-1");
+        let is_there = shown["monitor"] == "firecracker" && shown["machine"]["is_paused"] == true;
+        when(is_there, || shown.to_string())
+    });
+    done(&api, "PUT", "/actions", &json!({ "action_type": "InstanceStart" }));
+    guest.wait_ready(1);
+    let actual = || document(&api, "/balloon/statistics")["actual_mib"].clone();
+    eventually("the balloon has its size", 60, || {
+        let (actual, shown) = (actual(), daemon.machine("web-1"));
+        when(actual == 128, || format!("{actual} {shown}"))
+    });
+    // It stays for longer than a lease, although an idle guest says the same again and again.
+    for _ in 0..16 {
+        thread::sleep(Duration::from_millis(500));
+        assert_eq!(document(&api, "/balloon")["amount_mib"], 128, "{}", daemon.machine("web-1"));
+    }
+    assert_eq!(daemon.end(Signal::KILL), None);
+    eventually("the balloon is released", 60, || {
+        let actual = actual();
+        when(actual == 0, || actual.to_string())
+    });
+    assert_eq!(document(&api, "/")["state"], "Running");
+    guest.run(Command::AllocTouchExit { bytes: 300 * MIB });
+}
+
 /// Servers behind sockets of the directory that are no monitors.
 fn bad_servers(scene: &Scene) {
     let endless = "HTTP/1.1 200 OK\r\nServer: ebb/1\r\nContent-Length: 999999999999\r\n\r\n";
@@ -395,14 +438,14 @@ fn bad_servers(scene: &Scene) {
         let listener = UnixListener::bind(folder(scene).join(format!("{name}.sock"))).unwrap();
         let text = text.to_owned();
         thread::spawn(move || {
-            // Until the test's directory is removed; connections stay open.
-            let mut open = Vec::new();
             while let Ok((mut client, _)) = listener.accept() {
-                if !text.is_empty() {
-                    let _ = client.read(&mut [0; 4096]);
-                    let _ = client.write_all(text.as_bytes());
-                }
-                open.push(client);
+                let text = text.clone();
+                // An answer to each request, until the client hangs up.
+                thread::spawn(move || {
+                    while client.read(&mut [0; 4096]).is_ok_and(|read| read > 0) {
+                        let _ = client.write_all(text.as_bytes());
+                    }
+                });
             }
         });
     }

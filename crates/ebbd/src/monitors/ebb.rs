@@ -10,11 +10,10 @@ use std::time::Duration;
 use ebb_host_policy::{Action, Balloon, Mean, Statistics};
 use hyper::Method;
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 
-use super::http::{Answer, Http};
+use super::http::Http;
 use super::process::Process;
 use super::{Seen, Trouble};
 
@@ -58,6 +57,17 @@ struct Said {
     statistics: SaidValues,
 }
 
+/// The refusal of a guest that has not answered in time.
+#[derive(Debug, Deserialize)]
+struct Outdated {
+    error: LastKnown,
+}
+
+#[derive(Debug, Deserialize)]
+struct LastKnown {
+    last_known: Said,
+}
+
 #[derive(Debug, Deserialize)]
 struct SaidValues {
     total_memory_bytes: Option<u64>,
@@ -70,22 +80,10 @@ struct SaidValues {
 }
 
 impl Ebb {
-    /// Connects with the monitor behind a socket.
-    ///
-    /// # Errors
-    /// [`Trouble`], also if the server is something else.
-    pub async fn connect(path: &Path) -> Result<Self, Trouble> {
-        let mut http = Http::connect(path).await?;
-        let answer = http.ask(Method::GET, "/vm", None).await?;
-        if !answer.server.starts_with("ebb/") {
-            return Err(Trouble::Nonsense(format!(
-                "the server calls itself '{}'",
-                answer.server.escape_debug()
-            )));
-        }
-        let path = path.to_owned();
-        let machine = document(answer)?;
-        Ok(Self { http, path, looks: 0, machine, statistics: None, job: None })
+    /// Uses a connection with the monitor behind the socket `path`.
+    pub(super) fn new(http: Http, path: &Path) -> Self {
+        let (path, machine) = (path.to_owned(), Machine::default());
+        Self { http, path, looks: 0, machine, statistics: None, job: None }
     }
 
     pub(super) fn process(&self) -> Arc<Process> {
@@ -95,12 +93,12 @@ impl Ebb {
     pub(super) async fn look(&mut self, now_ms: u64, fresh_ms: u64) -> Result<Seen, Trouble> {
         if self.looks.is_multiple_of(RARELY) || !self.is_running() {
             // It counts the resident pages, which takes milliseconds.
-            self.machine = document(self.http.ask(Method::GET, "/vm", None).await?)?;
+            self.machine = self.http.get("/vm").await?;
         }
         self.looks += 1;
         let answer = self.http.ask(Method::GET, "/balloon", None).await?;
         let balloon: Option<BalloonInfo> =
-            if answer.status == 404 { None } else { Some(document(answer)?) };
+            if answer.status == 404 { None } else { Some(answer.document()?) };
         let balloon = balloon.filter(|balloon| balloon.state != "driver_absent");
         let is_old = |said: &Statistics| said.taken_ms + fresh_ms <= now_ms;
         if balloon.is_some() && self.is_running() && self.statistics.as_ref().is_none_or(is_old) {
@@ -143,15 +141,16 @@ impl Ebb {
         fresh_ms: u64,
     ) -> Result<Option<Statistics>, Trouble> {
         let target = format!("/balloon/statistics?max_age_ms={fresh_ms}");
-        let mut answer = self.http.ask(Method::GET, &target, None).await?;
-        if answer.status != 200 {
-            answer.body = answer.body["error"]["last_known"].take();
-            answer.status = 200;
-            if answer.body.is_null() {
-                return Ok(self.statistics);
+        let answer = self.http.ask(Method::GET, &target, None).await?;
+        let said = if answer.status == 200 {
+            answer.body()?
+        } else {
+            match answer.body() {
+                Ok(Outdated { error: LastKnown { last_known } }) => last_known,
+                Err(_) => return Ok(self.statistics),
             }
-        }
-        let Said { age_ms, statistics: said } = document(answer)?;
+        };
+        let Said { age_ms, statistics: said } = said;
         Ok(age_ms.map(|age_ms| Statistics {
             taken_ms: now_ms.saturating_sub(age_ms),
             total_bytes: said.total_memory_bytes,
@@ -184,7 +183,7 @@ impl Ebb {
         let answer = self.http.ask(Method::PUT, target, body).await?;
         // The state is asked for again with the next look.
         self.looks = 0;
-        accepted(&answer)
+        answer.accepted()
     }
 
     /// Begins what takes time; one job at a time.
@@ -197,7 +196,7 @@ impl Ebb {
             let job = async {
                 let mut http = Http::connect(&path).await?;
                 let body = (!body.is_null()).then_some(&body);
-                accepted(&http.ask(Method::PUT, target, body).await?)
+                http.ask(Method::PUT, target, body).await?.accepted()
             };
             match tokio::time::timeout(JOB_LIMIT, job).await {
                 Ok(Ok(())) => {}
@@ -216,17 +215,4 @@ impl Drop for Ebb {
             job.abort();
         }
     }
-}
-
-fn accepted(answer: &Answer) -> Result<(), Trouble> {
-    if answer.status < 400 {
-        return Ok(());
-    }
-    let message = answer.body["error"]["message"].as_str().unwrap_or_default();
-    Err(Trouble::Refused(format!("status {}, {}", answer.status, message.escape_debug())))
-}
-
-fn document<T: DeserializeOwned>(answer: Answer) -> Result<T, Trouble> {
-    accepted(&answer)?;
-    serde_json::from_value(answer.body).map_err(|error| Trouble::Nonsense(error.to_string()))
 }

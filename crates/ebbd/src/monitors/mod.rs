@@ -3,7 +3,9 @@
 //! Each has a module of its own, over its real interface. All of them report sizes of the balloon
 //! (never of the rest) in bytes.
 
+pub mod cloud_hypervisor;
 pub mod ebb;
+pub mod firecracker;
 mod http;
 pub mod process;
 pub mod qemu;
@@ -13,10 +15,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ebb_host_policy::{Action, Balloon, Means, Statistics};
+use hyper::Method;
 use serde::{Deserialize, Serialize};
 use tokio::net::UnixStream;
 
+use cloud_hypervisor::CloudHypervisor;
 use ebb::Ebb;
+use firecracker::Firecracker;
+use http::Http;
 use process::Process;
 use qemu::Qemu;
 
@@ -62,6 +68,10 @@ pub enum Kind {
     Ebb,
     /// QEMU.
     Qemu,
+    /// Firecracker, or this project's monitor with Firecracker's API.
+    Firecracker,
+    /// Cloud Hypervisor.
+    CloudHypervisor,
 }
 
 impl Kind {
@@ -70,6 +80,8 @@ impl Kind {
         match self {
             Self::Ebb => "ebb",
             Self::Qemu => "qemu",
+            Self::Firecracker => "firecracker",
+            Self::CloudHypervisor => "cloud-hypervisor",
         }
     }
 }
@@ -81,10 +93,16 @@ pub enum Monitor {
     Ebb(Ebb),
     /// QEMU.
     Qemu(Qemu),
+    /// Firecracker's API.
+    Firecracker(Firecracker),
+    /// Cloud Hypervisor.
+    CloudHypervisor(CloudHypervisor),
 }
 
 /// The longest answer that is read, in bytes.
 pub(crate) const MOST_BYTES: usize = 1 << 20;
+/// The longest piece of a server's text that a message of trouble repeats, in characters.
+pub(crate) const MOST_REPEATED: usize = 200;
 
 impl Monitor {
     /// Connects with the monitor behind a socket, whatever it is.
@@ -100,8 +118,21 @@ impl Monitor {
         if qemu::is_name(&process) {
             return Err(qemu::busy());
         }
-        drop(stream);
-        Ok(Self::Ebb(Ebb::connect(path).await?))
+        let mut http = Http::start(stream, process, path).await?;
+        // All know the path `/`, or refuse it and tell their names.
+        let answer = http.ask(Method::GET, "/", None).await?;
+        Ok(match answer.server.as_str() {
+            "Firecracker API" => Self::Firecracker(Firecracker::new(http)),
+            "Cloud Hypervisor API" => Self::CloudHypervisor(CloudHypervisor::new(http)),
+            name if name.starts_with("ebb/") && firecracker::is_instance(&answer) => {
+                Self::Firecracker(Firecracker::new(http))
+            }
+            name if name.starts_with("ebb/") => Self::Ebb(Ebb::new(http, path)),
+            name => {
+                let text = format!("the server calls itself '{}'", repeatable(name));
+                return Err(Trouble::Nonsense(text));
+            }
+        })
     }
 
     /// Its kind.
@@ -109,6 +140,8 @@ impl Monitor {
         match self {
             Self::Ebb(_) => Kind::Ebb,
             Self::Qemu(_) => Kind::Qemu,
+            Self::Firecracker(_) => Kind::Firecracker,
+            Self::CloudHypervisor(_) => Kind::CloudHypervisor,
         }
     }
 
@@ -117,6 +150,8 @@ impl Monitor {
         match self {
             Self::Ebb(ebb) => ebb.process(),
             Self::Qemu(qemu) => qemu.process(),
+            Self::Firecracker(firecracker) => firecracker.process(),
+            Self::CloudHypervisor(cloud) => cloud.process(),
         }
     }
 
@@ -125,7 +160,7 @@ impl Monitor {
     pub fn undoes_itself(&self) -> bool {
         match self {
             Self::Ebb(_) => true,
-            Self::Qemu(_) => false,
+            Self::Qemu(_) | Self::Firecracker(_) | Self::CloudHypervisor(_) => false,
         }
     }
 
@@ -138,6 +173,8 @@ impl Monitor {
         match self {
             Self::Ebb(ebb) => ebb.look(now_ms, fresh_ms).await,
             Self::Qemu(qemu) => qemu.look(now_ms).await,
+            Self::Firecracker(firecracker) => firecracker.look(now_ms).await,
+            Self::CloudHypervisor(cloud) => cloud.look().await,
         }
     }
 
@@ -151,6 +188,8 @@ impl Monitor {
         match self {
             Self::Ebb(ebb) => ebb.act(action, lease).await,
             Self::Qemu(qemu) => qemu.act(action).await,
+            Self::Firecracker(firecracker) => firecracker.act(action).await,
+            Self::CloudHypervisor(cloud) => cloud.act(action).await,
         }
     }
 }
@@ -198,4 +237,9 @@ pub(crate) async fn connect(path: &Path) -> Result<(UnixStream, Arc<Process>), T
     let stream = UnixStream::connect(path).await.map_err(gone)?;
     let process = Process::behind(&stream).map_err(gone)?;
     Ok((stream, Arc::new(process)))
+}
+
+/// The start of a server's text, on one line.
+pub(crate) fn repeatable(text: &str) -> String {
+    text.chars().take(MOST_REPEATED).flat_map(char::escape_debug).collect()
 }

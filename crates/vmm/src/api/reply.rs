@@ -295,8 +295,10 @@ impl Reply {
             self.status.reason(),
             env!("CARGO_PKG_VERSION"),
         );
-        // A reply without content has no length either (RFC 9110 section 8.6).
-        if self.status != Status::NoContent {
+        // A reply without content has no length either (RFC 9110 section 8.6). A client would take
+        // a body for the beginning of the next reply.
+        let has_content = self.status != Status::NoContent;
+        if has_content {
             let (kind, length) = (self.content_type.header_value(), self.body.len());
             let _ = write!(bytes, "Content-Type: {kind}\r\nContent-Length: {length}\r\n");
         }
@@ -307,7 +309,7 @@ impl Reply {
             let _ = write!(bytes, "Allow: {allow}\r\n");
         }
         bytes.extend_from_slice(b"\r\n");
-        if body == BodyMode::Full {
+        if has_content && body == BodyMode::Full {
             bytes.extend_from_slice(self.body.as_bytes());
         }
         bytes
@@ -343,6 +345,16 @@ mod tests {
         .unwrap();
         assert!(text.contains("Content-Length: 5\r\n"), "{text}");
         assert!(text.contains("Connection: close\r\n"), "{text}");
+        assert!(text.ends_with("\r\n\r\n"), "{text}");
+    }
+
+    #[test]
+    fn a_reply_without_content_has_no_body() {
+        let text = String::from_utf8(
+            Reply::json(Status::NoContent, &()).encode(Persistence::KeepAlive, BodyMode::Full),
+        )
+        .unwrap();
+        assert!(!text.contains("Content-"), "{text}");
         assert!(text.ends_with("\r\n\r\n"), "{text}");
     }
 

@@ -5,8 +5,7 @@ use std::fmt::{self, Display, Formatter};
 use ebb_host_policy::Statistics;
 use serde_json::Value;
 
-use super::super::Trouble;
-use super::protocol::repeatable;
+use super::super::{Trouble, repeatable};
 
 /// Whether a machine runs (QEMU's qapi/run-state.json).
 #[derive(Clone, Debug, PartialEq, Eq)]

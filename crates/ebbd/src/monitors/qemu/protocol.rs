@@ -5,10 +5,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::super::Trouble;
-
-/// The longest piece of a server's text that a message of trouble repeats, in characters.
-const MOST_REPEATED: usize = 200;
+use super::super::{MOST_REPEATED, Trouble, repeatable};
 
 /// A message of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,11 +36,6 @@ impl From<Refusal> for Trouble {
     fn from(Refusal { class, description }: Refusal) -> Self {
         Self::Refused(format!("{}: {}", repeatable(&class), repeatable(&description)))
     }
-}
-
-/// The start of a server's text, on one line.
-pub fn repeatable(text: &str) -> String {
-    text.chars().take(MOST_REPEATED).flat_map(char::escape_debug).collect()
 }
 
 /// A request, with its newline.
