@@ -33,9 +33,9 @@ const BACKLOG: i32 = 64;
 
 /// Decides what a host does about the memory of its virtual machines
 ///
-/// Each socket in a directory of sockets is a machine's. Its memory is reclaimed when the host needs
-/// it and the guest does not, and everything that was taken is given back when this daemon ends,
-/// however it ends. `ebb host` shows what is decided, and why.
+/// Each socket in a directory of sockets is a machine's. Its memory is reclaimed when the host
+/// needs it and the guest does not, and everything that was taken is given back when this daemon
+/// ends, however it ends. `ebb host` shows what is decided, and why.
 #[derive(Debug, Parser)]
 #[command(version, name = "ebbd")]
 pub struct Args {

@@ -111,7 +111,7 @@ pub fn all() -> Vec<Incident> {
     vec![
         Incident {
             name: "arcboxlabs/arcbox#390",
-            story: "A machine counted as idle, because nobody asked anything of it, and was \
+            story: "A machine counted as idle, because it got no requests, and was \
                 squeezed to 128 MiB while its own services ran: its processors did nothing but \
                 look for memory, for 18 hours.",
             simulation: simulation(32 * GIB, ebb, 60),
@@ -183,7 +183,7 @@ pub fn all() -> Vec<Incident> {
         Incident {
             name: "aws-samples/sample-multi-tenant-openclaw-on-firecracker#244",
             story: "Statistics were read at the wrong place of the answer, so guests seemed to \
-                have nothing available; nothing was ever done, and nobody was told.",
+                have nothing available; nothing was ever done, without a message.",
             simulation: simulation(8 * GIB, ebb, 10),
             trace: Trace {
                 machines: (0..4)
@@ -212,7 +212,7 @@ pub fn all() -> Vec<Incident> {
         Incident {
             name: "shakenfist/shakenfist#3920",
             story: "Without free page reporting a guest's memory in the host is a high-water mark: \
-                4.9 GiB of pages that nobody used lay in the host's swap.",
+                4.9 GiB of unused pages lay in the host's swap.",
             simulation: simulation(12 * GIB, Equipment::balloon(), 20),
             trace: Trace {
                 machines: (0..4)

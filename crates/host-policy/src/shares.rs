@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_from_nobody() {
+    fn nothing_from_none() {
         assert!(revoke(&[], GIB, 75).is_empty());
         assert_eq!(revoke(&[giver(10, 10, 1)], GIB, 75), [0]);
     }

@@ -11,7 +11,7 @@
 //!   they cannot be switched on later. Without them, neither the size that the balloon has reached
 //!   nor a driver can be seen: such a machine is shown without a balloon, and its own is left
 //!   alone. An interval of a few seconds is right; one above `stale_ms` makes statistics useless.
-//! - Old statistics are kept, also in snapshots, and have no time. [`Record`] infers it.
+//! - Old statistics are kept, also in snapshots, and have no time. It is inferred (`record.rs`).
 //! - `GET /balloon/statistics` has values of the guest once its driver has answered. A driver is
 //!   there if it has, or if it has inflated the balloon. (Firecracker ends with its guest: there
 //!   is no reset.)
