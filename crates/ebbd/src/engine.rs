@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use ebb_host_policy::report::{Admission, Arrival, MachineStatus, Room, Status};
 use ebb_host_policy::{
-    Action, Cause, Decision, Explanation, Fit, Host, Level, Machine, Snapshot, State, decide, fit,
-    is_urgent,
+    Action, Cause, Decision, Explanation, Fit, Host, Level, Machine, Rule, Snapshot, State, decide,
+    fit, is_urgent,
 };
 
 use crate::admission::{Admissions, KEPT_MS, Ticket};
@@ -136,7 +136,10 @@ impl Engine {
             fresh_ms: self.config.policy.stale_ms / 3,
         };
         let unreadable = self.fleet.discover(&self.config.machines, rhythm);
-        self.problems.retain(|about, _| !about.starts_with('/'));
+        let is_still = |about: &str| {
+            unreadable.iter().any(|(folder, _)| folder.display().to_string() == about)
+        };
+        self.problems.retain(|about, _| !about.starts_with('/') || is_still(about));
         for (folder, problem) in unreadable {
             let folder = folder.display().to_string();
             self.problem(&folder, format!("machines are not searched for in {folder}: {problem}"));
@@ -177,8 +180,9 @@ impl Engine {
         {
             let entry = Entry { socket: socket.to_owned(), undo };
             if let Err(error) = self.watchdog.keep(&entry, now_ms) {
-                return self.problem("watchdog", format!("nothing is taken: {error}"));
+                return self.problem("taking", format!("nothing is taken: {error}"));
             }
+            self.problems.remove("taking");
         }
         link.order(action, lease);
     }
@@ -190,10 +194,7 @@ impl Engine {
             let link = self.fleet.behind(&entry.socket);
             if link.map_or(!entry.socket.exists(), |link| link.view().is_undone(entry.undo)) {
                 self.watchdog.settle(&entry, now_ms);
-            }
-        }
-        for entry in self.watchdog.inherited() {
-            if let Some(link) = self.fleet.behind(&entry.socket) {
+            } else if let Some(link) = link.filter(|link| !self.is_wanted(&entry, &link.name)) {
                 link.order(entry.undo.action(), Duration::ZERO);
             }
         }
@@ -201,6 +202,14 @@ impl Engine {
             Ok(()) => self.solve("watchdog"),
             Err(error) => self.problem("watchdog", error.to_string()),
         }
+    }
+
+    /// Whether what was done is to last: not what an earlier daemon has left, and no pause that was
+    /// to end, but whose end a monitor has missed.
+    fn is_wanted(&self, entry: &Entry, machine: &str) -> bool {
+        let why = self.last.as_ref().and_then(|last| last.explanations.get(machine));
+        let is_delayed = why.is_some_and(|why| matches!(why.rule, Rule::Delay { .. }));
+        !self.watchdog.is_inherited(entry) && (entry.undo == Undo::Balloon || is_delayed)
     }
 
     fn lease(&mut self, machine: &str, target_bytes: u64, renewed_ms: u64) {
@@ -359,7 +368,7 @@ impl Engine {
     }
 
     /// Holds a machine or releases it. Returns its status, or `None` if there is none of this name:
-    /// only a machine that is there can be held.
+    /// only a machine that is there can be held. `None` before the first decision, too.
     pub fn hold(&mut self, machine: &str, is_held: bool) -> Option<MachineStatus> {
         let is_known = self.fleet.named(machine).is_some();
         if !is_known && !self.state.held().any(|held| held == machine) {
@@ -367,8 +376,20 @@ impl Engine {
         }
         self.state.hold(machine, is_held);
         self.save_ms = 0;
-        let status = self.status()?;
-        status.machines.into_iter().find(|status| status.name == machine)
+        let mut machines = self.status()?.machines.into_iter();
+        // A machine that has gone can still be released.
+        let gone = || MachineStatus {
+            name: machine.to_owned(),
+            machine: None,
+            monitor: None,
+            socket: String::new(),
+            pid: None,
+            profile: self.config.policy.profile(machine).0.to_owned(),
+            is_held,
+            trouble: Some("there is no such machine now".to_owned()),
+            explanation: None,
+        };
+        Some(machines.find(|status| status.name == machine).unwrap_or_else(gone))
     }
 
     /// The configuration in force.

@@ -76,9 +76,9 @@ impl Watchdog {
         Self { program, journal, child: None, entries: BTreeMap::new(), inherited }
     }
 
-    /// What an earlier daemon has left, and nothing else has undone.
-    pub fn inherited(&self) -> &[Entry] {
-        &self.inherited
+    /// Whether an earlier daemon has left it, and nothing else has undone it.
+    pub fn is_inherited(&self, entry: &Entry) -> bool {
+        self.inherited.contains(entry)
     }
 
     /// Records something before it is done.
@@ -101,8 +101,7 @@ impl Watchdog {
     /// Forgets what is undone, as far as that is certain.
     pub fn settle(&mut self, entry: &Entry, now_ms: u64) {
         let is_settled = |kept_ms: &u64| now_ms.saturating_sub(*kept_ms) >= SETTLED_MS;
-        let is_inherited = self.inherited.contains(entry);
-        if !is_inherited && !self.entries.get(entry).is_some_and(is_settled) {
+        if !self.is_inherited(entry) && !self.entries.get(entry).is_some_and(is_settled) {
             return;
         }
         self.inherited.retain(|other| other != entry);
@@ -200,7 +199,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
         let mut first = watchdog("cat >/dev/null", path);
-        assert_eq!(first.inherited(), []);
+        assert_eq!(first.inherited, []);
         first.keep(&entry("a"), 1_000).unwrap();
         first.keep(&entry("b"), 1_000).unwrap();
         // On its way, then settled.
@@ -210,14 +209,14 @@ mod tests {
         assert_eq!(first.entries(), [entry("b")]);
         drop(first);
         let mut second = watchdog("cat >/dev/null", path);
-        assert_eq!(second.inherited(), [entry("b")]);
+        assert_eq!(second.inherited, [entry("b")]);
         second.settle(&entry("b"), 0);
-        assert_eq!(watchdog("", path).inherited(), []);
+        assert_eq!(watchdog("", path).inherited, []);
         // What is done again is no longer an earlier daemon's.
         second.keep(&entry("c"), 20_000).unwrap();
         let mut third = watchdog("cat >/dev/null", path);
         third.keep(&entry("c"), 30_000).unwrap();
-        assert_eq!(third.inherited(), []);
+        assert_eq!(third.inherited, []);
         third.settle(&entry("c"), 31_000);
         assert_eq!(third.entries(), [entry("c")]);
     }

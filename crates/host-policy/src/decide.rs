@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use crate::MIB;
 use crate::action::{Action, Order};
 use crate::explain::{Clamp, Explanation, Rule};
 use crate::level::{Cause, Level, part};
@@ -114,6 +115,13 @@ impl View<'_> {
     }
 }
 
+/// The size of a balloon that leaves this to a machine. It is a whole number of MiB, so that each
+/// monitor can have it exactly: otherwise it would seem to be missed for ever.
+fn target_that_leaves(view: &View, left_bytes: u64) -> u64 {
+    let target_bytes = view.machine.size_bytes.saturating_sub(left_bytes);
+    target_bytes - target_bytes % MIB
+}
+
 pub(crate) struct Round<'a> {
     pub(crate) snapshot: &'a Snapshot,
     pub(crate) settings: &'a Settings,
@@ -193,8 +201,7 @@ impl<'a> Round<'a> {
         let release = Some(Action::Balloon { target_bytes: 0 });
         // A guest that is not believed has no ceiling.
         let ceiling = view.profile.ceiling_bytes.filter(|_| view.known.is_ok());
-        let ceiling_target =
-            view.machine.size_bytes.saturating_sub(ceiling.unwrap_or(view.machine.size_bytes));
+        let ceiling_target = target_that_leaves(view, ceiling.unwrap_or(view.machine.size_bytes));
         if let Ok(known) = view.known {
             let least_bytes = view.profile.reserve_bytes.min(view.machine.size_bytes / 8) / 2;
             let is_short = known.available < least_bytes || view.new_kills > 0;
@@ -322,7 +329,7 @@ impl<'a> Round<'a> {
         } else if view.has(Mean::Balloon) && is_idle && self.may_squeeze(view) {
             let Ok(known) = view.known else { return false };
             let (kept_bytes, clamp) = view.kept(&known);
-            let target_bytes = view.machine.size_bytes.saturating_sub(kept_bytes);
+            let target_bytes = target_that_leaves(view, kept_bytes);
             view.memory.squeeze = Some(Squeeze {
                 target_bytes,
                 since_ms: at_ms,
@@ -422,7 +429,7 @@ impl<'a> Round<'a> {
         let at_ms = self.at_ms();
         // The balloon first takes memory that is not resident.
         let left = giver.has_bytes - taken_bytes;
-        let target_bytes = view.machine.size_bytes.saturating_sub(left);
+        let target_bytes = target_that_leaves(view, left);
         if target_bytes <= view.target_bytes() {
             return;
         }

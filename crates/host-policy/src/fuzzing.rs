@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::snapshot::{Balloon, Host, Machine, Mean, Means, Pressure, Snapshot, Statistics, Swap};
 use crate::{
-    Action, Class, Decision, GIB, Level, Order, Profile, Rule, Settings, State, decide, fit,
+    Action, Class, Decision, GIB, Level, MIB, Order, Profile, Rule, Settings, State, decide, fit,
     is_urgent,
 };
 
@@ -94,6 +94,7 @@ fn check(snapshot: &Snapshot, decision: &Decision, settings: &Settings) {
         let is_parked = profile.class == Class::Parked;
         let mean = match action {
             Action::Balloon { target_bytes } => {
+                assert_eq!(target_bytes % MIB, 0);
                 if target_bytes > machine.balloon.unwrap().target_bytes {
                     check_raise(machine, target_bytes, profile, why.doubt.is_some());
                     let is_ceiling = matches!(why.rule, Rule::Ceiling { .. });

@@ -105,28 +105,39 @@ fn ticks(stat: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read as _;
+    use std::process::Stdio;
+
     use super::*;
 
     #[test]
     fn this_process_occupies_memory_and_has_run() {
-        let before = Process::of(std::process::id()).unwrap().usage().unwrap();
-        let held = vec![1_u8; 32 << 20];
-        let mut sum = 0_u64;
         let process = Process::of(std::process::id()).unwrap();
-        while process.usage().unwrap().processor_ms < before.processor_ms + 30 {
+        let before = process.usage().unwrap();
+        let held = vec![1_u8; 64 << 20];
+        let mut sum = 0_u64;
+        let after = loop {
             sum += held.iter().map(|byte| u64::from(*byte)).sum::<u64>();
-        }
-        assert!(sum > 0);
-        let after = process.usage().unwrap();
+            let after = process.usage().unwrap();
+            if after.processor_ms >= before.processor_ms + 30 {
+                break after;
+            }
+        };
+        assert!(sum >= 64 << 20);
         assert!(after.resident_bytes >= before.resident_bytes + (31 << 20), "{after:?}");
     }
 
     #[test]
     fn an_ended_process_has_no_usage() {
-        let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();
+        let mut program = std::process::Command::new("sh");
+        program.args(["-c", "echo ready; read line"]);
+        let mut child = program.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        // It has its own name from then on.
+        let mut ready = [0];
+        child.stdout.as_mut().unwrap().read_exact(&mut ready).unwrap();
         let process = Process::of(child.id()).unwrap();
-        assert!(process.usage().unwrap().resident_bytes > 0);
-        assert_eq!(process.name(), "sleep");
+        assert_eq!(process.name(), "sh");
+        process.usage().unwrap();
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(process.usage().is_err());
