@@ -208,8 +208,7 @@ impl Engine {
     /// to end, but whose end a monitor has missed.
     fn is_wanted(&self, entry: &Entry, machine: &str) -> bool {
         let why = self.last.as_ref().and_then(|last| last.explanations.get(machine));
-        let is_delayed = why.is_some_and(|why| matches!(why.rule, Rule::Delay { .. }));
-        !self.watchdog.is_inherited(entry) && (entry.undo == Undo::Balloon || is_delayed)
+        !self.watchdog.is_inherited(entry) && lasts(entry.undo, why.map(|why| &why.rule))
     }
 
     fn lease(&mut self, machine: &str, target_bytes: u64, renewed_ms: u64) {
@@ -411,9 +410,42 @@ impl Engine {
     }
 }
 
+/// Whether what was done is to last under this rule. A balloon that is no longer wanted is released
+/// by a decision, since its size is seen; a pause counts as another client's once it is forgotten.
+fn lasts(undo: Undo, rule: Option<&Rule>) -> bool {
+    match undo {
+        Undo::Balloon => true,
+        Undo::Pause => matches!(rule, Some(Rule::Delay { .. })),
+    }
+}
+
 fn trouble(view: &View) -> Option<String> {
     match &view.trouble {
         None if view.kind.is_none() => Some("it has not answered yet".to_owned()),
         trouble => trouble.as_ref().map(ToString::to_string),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pause_that_no_decision_wants_is_ended() {
+        let delay = Rule::Delay {
+            growth_bytes: 1,
+            claim_bytes: 1,
+            room_bytes: 0,
+            expected_bytes: 0,
+            running: 1,
+            paused_ms: 0,
+        };
+        assert!(lasts(Undo::Pause, Some(&delay)));
+        // A monitor has missed its end: the machine is taken for one that another client paused.
+        for rule in [Rule::PausedElsewhere, Rule::Enough { level: Level::Plenty }, Rule::Held] {
+            assert!(!lasts(Undo::Pause, Some(&rule)), "{rule}");
+            assert!(lasts(Undo::Balloon, Some(&rule)), "{rule}");
+        }
+        assert!(!lasts(Undo::Pause, None));
     }
 }

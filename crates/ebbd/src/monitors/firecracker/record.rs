@@ -1,7 +1,7 @@
 //! When values were taken that have no time.
 //!
-//! Firecracker asks the guest every few seconds and keeps what it has said, but tells neither when
-//! nor whether the guest answers. Two things show that values are not old:
+//! Firecracker polls the guest every few seconds and keeps the last values. Its API has neither
+//! their time nor whether the guest still answers. Two things show that values are not old:
 //!
 //! - They have changed since the look before: the guest has answered in between.
 //! - They are the same, and the monitor has hardly run since the look before. An idle guest answers
