@@ -11,14 +11,13 @@ use ebb_vmm::api::{
     ClientError, CopiedWhile, FreePagesRequest, LinkState, MAX_LEASE_MS,
     MAX_STATISTICS_INTERVAL_SECONDS, MIN_LEASE_MS, MergeSettings, PauseRequest, RateLimits,
     ReclaimRequest, SnapshotReport, StatisticsDocument, StatisticsInterval, TrimReport, VmInfo,
-    VmState, prometheus,
+    VmState,
 };
 use ebb_vmm::checkpoint;
 use ebb_vmm::config::{Backing, Switch};
 use ebb_vmm::size::ByteSize;
 use ebb_vmm::snapshot;
 use serde::Serialize;
-use serde_json::json;
 
 use crate::checkpoints;
 use crate::flags::{Settings, word};
@@ -28,6 +27,7 @@ mod disks;
 mod free_pages;
 mod limits;
 mod merge;
+mod metrics;
 mod net;
 mod park;
 #[cfg(test)]
@@ -283,7 +283,7 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         Command::Merge(Settings(change)) => {
             show(out, form, &merge::execute(&change, &client)?, merge::rows)
         }
-        Command::Metrics => metrics(out, form, &client),
+        Command::Metrics => metrics::show(out, form, &client),
     }
 }
 
@@ -552,53 +552,4 @@ fn statistics_rows(document: &StatisticsDocument) -> Vec<Row> {
         row("reclaimed in background", size(values.async_reclaim_bytes)),
         row("reclaimed directly", size(values.direct_reclaim_bytes)),
     ]
-}
-
-fn metrics(out: &mut Vec<u8>, form: Form, client: &Client) -> anyhow::Result<()> {
-    let reply = client.request("GET", "/metrics", "")?;
-    let samples = prometheus::parse(&reply.body)
-        .map_err(|line| anyhow::anyhow!("the monitor sent a metric of unknown form: '{line}'"))?;
-    match form {
-        Form::Json => {
-            let list: Vec<_> = samples
-                .iter()
-                .map(|sample| {
-                    let value = number(sample.value);
-                    json!({ "name": sample.name, "kind": sample.kind, "value": value })
-                })
-                .collect();
-            serde_json::to_writer_pretty(&mut *out, &json!({ "metrics": list }))?;
-            out.push(b'\n');
-        }
-        Form::Table => {
-            let rows: Vec<Row> = samples
-                .iter()
-                .map(|sample| {
-                    let name = sample.name.strip_prefix("ebb_").unwrap_or(&sample.name);
-                    let what = match &sample.kind {
-                        Some(kind) => format!("{name} {kind}"),
-                        None => name.to_owned(),
-                    };
-                    let value = if name.contains("_bytes") {
-                        format!("{} ({})", sample.value, bytes(sample.value as u64))
-                    } else {
-                        sample.value.to_string()
-                    };
-                    Row(what, value)
-                })
-                .collect();
-            write_table(out, &rows)?;
-        }
-    }
-    Ok(())
-}
-
-/// Formats whole numbers without a decimal point.
-fn number(value: f64) -> serde_json::Value {
-    // Beyond 2^53 a float has no fraction but is not exact either.
-    if value.fract() == 0.0 && (0.0..9e15).contains(&value) {
-        json!(value as u64)
-    } else {
-        json!(value)
-    }
 }

@@ -92,7 +92,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 /// A client's error in terms of the daemon.
 pub(crate) fn of_the_daemon(error: ClientError) -> anyhow::Error {
-    let start = "start it (systemctl start ebbd), or give its --socket";
+    let start = "start it (see `ebbd --help`), or give its --socket";
     match error {
         ClientError::NoSocket { path } | ClientError::NotListening { path } => {
             anyhow!("no ebbd serves {}: {start}", path.display())

@@ -290,7 +290,7 @@ fn a_daemon_in_trouble_is_shown_and_keys_work_meanwhile() {
     daemon.is(Mood::Answers);
     session.wait_for("web-1");
     std::fs::remove_file(daemon.socket()).unwrap();
-    session.wait_for("systemctl");
+    session.wait_for("ebbd --help");
     session.press("\u{3}");
     assert_eq!(session.end().code(), Some(0));
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use clap::Parser;
 use double::{MEMORY_BYTES, Mood, TestVm};
 use ebb_vmm::api::ApiServer;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::*;
 

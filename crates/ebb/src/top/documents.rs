@@ -99,7 +99,7 @@ impl Row {
         }
     }
 
-    /// What tells it apart from all others, also from a later one behind the same socket.
+    /// Identifies the machine: a later one behind the same socket has another key.
     pub(super) fn key(&self) -> String {
         format!("{} {:?}", self.status.socket, self.status.pid)
     }
