@@ -20,11 +20,12 @@
 
 use std::sync::Arc;
 
-use ebb_host_policy::{Action, Balloon, Mean, Means};
+use ebb_host_policy::{Balloon, Mean, Means};
 use hyper::Method;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use super::foreign::{Condition, Foreign, Pause};
 use super::http::Http;
 use super::process::Process;
 use super::{Seen, Trouble};
@@ -36,8 +37,7 @@ const PAGE_BYTES: u64 = 4096;
 #[derive(Debug)]
 pub struct CloudHypervisor {
     http: Http,
-    /// Whether this connection has paused it, and not resumed it since.
-    has_paused: bool,
+    pause: Pause,
 }
 
 /// The part of `vm.info` that is used: sizes in bytes.
@@ -99,7 +99,7 @@ impl Info {
 
 impl CloudHypervisor {
     pub(super) fn new(http: Http) -> Self {
-        Self { http, has_paused: false }
+        Self { http, pause: Pause::default() }
     }
 
     pub(super) fn process(&self) -> Arc<Process> {
@@ -137,13 +137,27 @@ impl CloudHypervisor {
         self.http.get("/api/v1/vm.info").await
     }
 
-    pub(super) async fn act(&mut self, action: Action) -> Result<(), Trouble> {
-        match action {
-            Action::Balloon { target_bytes } => self.set_balloon(target_bytes).await,
-            Action::Pause { .. } => self.pause().await,
-            Action::Resume => self.resume().await,
-            Action::Reclaim | Action::Trim | Action::Park | Action::Stop => Err(Trouble::Unable),
-        }
+    async fn put(&mut self, name: &str, body: Option<&Value>) -> Result<(), Trouble> {
+        let target = format!("/api/v1/{name}");
+        self.http.ask(Method::PUT, &target, body).await?.accepted()
+    }
+}
+
+impl Foreign for CloudHypervisor {
+    async fn condition(&mut self) -> Result<Condition, Trouble> {
+        Ok(match self.info().await?.state {
+            State::Running => Condition::Running,
+            State::Paused => Condition::Paused,
+            State::Other => Condition::Other(not_started()),
+        })
+    }
+
+    async fn stand_still(&mut self) -> Result<(), Trouble> {
+        self.put("vm.pause", None).await
+    }
+
+    async fn go_on(&mut self) -> Result<(), Trouble> {
+        self.put("vm.resume", None).await
     }
 
     async fn set_balloon(&mut self, target_bytes: u64) -> Result<(), Trouble> {
@@ -161,33 +175,8 @@ impl CloudHypervisor {
         self.put("vm.resize", Some(&json!({ "desired_balloon": desired }))).await
     }
 
-    async fn pause(&mut self) -> Result<(), Trouble> {
-        match self.info().await?.state {
-            State::Running => {}
-            State::Paused if self.has_paused => return Ok(()),
-            State::Paused => {
-                return Err(Trouble::Refused("another client has paused it".to_owned()));
-            }
-            State::Other => return Err(not_started()),
-        }
-        self.put("vm.pause", None).await?;
-        self.has_paused = true;
-        Ok(())
-    }
-
-    async fn resume(&mut self) -> Result<(), Trouble> {
-        match self.info().await?.state {
-            State::Running => {}
-            State::Paused => self.put("vm.resume", None).await?,
-            State::Other => return Err(not_started()),
-        }
-        self.has_paused = false;
-        Ok(())
-    }
-
-    async fn put(&mut self, name: &str, body: Option<&Value>) -> Result<(), Trouble> {
-        let target = format!("/api/v1/{name}");
-        self.http.ask(Method::PUT, &target, body).await?.accepted()
+    fn pause(&mut self) -> &mut Pause {
+        &mut self.pause
     }
 }
 

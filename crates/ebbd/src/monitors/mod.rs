@@ -6,6 +6,7 @@
 pub mod cloud_hypervisor;
 pub mod ebb;
 pub mod firecracker;
+mod foreign;
 mod http;
 pub mod process;
 pub mod qemu;
@@ -22,6 +23,7 @@ use tokio::net::UnixStream;
 use cloud_hypervisor::CloudHypervisor;
 use ebb::Ebb;
 use firecracker::Firecracker;
+use foreign::Foreign as _;
 use http::Http;
 use process::Process;
 use qemu::Qemu;

@@ -27,12 +27,13 @@ mod record;
 
 use std::sync::Arc;
 
-use ebb_host_policy::{Action, Balloon, Mean, Means, Statistics};
+use ebb_host_policy::{Balloon, Mean, Means, Statistics};
 use hyper::Method;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::json;
 
+use super::foreign::{Condition, Foreign, Pause};
 use super::http::{Answer, Http};
 use super::process::Process;
 use super::{Seen, Trouble};
@@ -49,8 +50,7 @@ pub struct Firecracker {
     /// Known once the machine was started.
     fixed: Option<Fixed>,
     record: Option<Record>,
-    /// Whether this connection has paused it, and not resumed it since.
-    has_paused: bool,
+    pause: Pause,
 }
 
 /// What does not change after the start.
@@ -133,7 +133,7 @@ pub(super) fn is_instance(answer: &Answer) -> bool {
 
 impl Firecracker {
     pub(super) fn new(http: Http) -> Self {
-        Self { http, fixed: None, record: None, has_paused: false }
+        Self { http, fixed: None, record: None, pause: Pause::default() }
     }
 
     pub(super) fn process(&self) -> Arc<Process> {
@@ -253,13 +253,27 @@ impl Firecracker {
         })
     }
 
-    pub(super) async fn act(&mut self, action: Action) -> Result<(), Trouble> {
-        match action {
-            Action::Balloon { target_bytes } => self.set_balloon(target_bytes).await,
-            Action::Pause { .. } => self.pause().await,
-            Action::Resume => self.resume().await,
-            Action::Reclaim | Action::Trim | Action::Park | Action::Stop => Err(Trouble::Unable),
-        }
+    async fn set_state(&mut self, state: &str) -> Result<(), Trouble> {
+        let body = json!({ "state": state });
+        self.http.ask(Method::PATCH, "/vm", Some(&body)).await?.accepted()
+    }
+}
+
+impl Foreign for Firecracker {
+    async fn condition(&mut self) -> Result<Condition, Trouble> {
+        Ok(match self.state().await? {
+            State::Running => Condition::Running,
+            State::Paused => Condition::Paused,
+            State::NotStarted => Condition::Other(not_started()),
+        })
+    }
+
+    async fn stand_still(&mut self) -> Result<(), Trouble> {
+        self.set_state("Paused").await
+    }
+
+    async fn go_on(&mut self) -> Result<(), Trouble> {
+        self.set_state("Resumed").await
     }
 
     async fn set_balloon(&mut self, target_bytes: u64) -> Result<(), Trouble> {
@@ -276,33 +290,8 @@ impl Firecracker {
         self.http.ask(Method::PATCH, "/balloon", Some(&body)).await?.accepted()
     }
 
-    async fn pause(&mut self) -> Result<(), Trouble> {
-        match self.state().await? {
-            State::Running => {}
-            State::Paused if self.has_paused => return Ok(()),
-            State::Paused => {
-                return Err(Trouble::Refused("another client has paused it".to_owned()));
-            }
-            State::NotStarted => return Err(not_started()),
-        }
-        self.set_state("Paused").await?;
-        self.has_paused = true;
-        Ok(())
-    }
-
-    async fn resume(&mut self) -> Result<(), Trouble> {
-        match self.state().await? {
-            State::Running => {}
-            State::Paused => self.set_state("Resumed").await?,
-            State::NotStarted => return Err(not_started()),
-        }
-        self.has_paused = false;
-        Ok(())
-    }
-
-    async fn set_state(&mut self, state: &str) -> Result<(), Trouble> {
-        let body = json!({ "state": state });
-        self.http.ask(Method::PATCH, "/vm", Some(&body)).await?.accepted()
+    fn pause(&mut self) -> &mut Pause {
+        &mut self.pause
     }
 }
 

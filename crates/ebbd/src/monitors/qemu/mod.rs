@@ -27,10 +27,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use ebb_host_policy::{Action, Balloon, Mean, Statistics};
+use ebb_host_policy::{Balloon, Mean, Statistics};
 use serde_json::{Value, json};
 use tokio::net::UnixStream;
 
+use super::foreign::{Condition, Foreign, Pause};
 use super::process::Process;
 use super::{Seen, Trouble};
 use connection::Connection;
@@ -57,8 +58,7 @@ pub struct Qemu {
     /// What this connection has set last.
     target_bytes: Option<u64>,
     moment: Option<Moment>,
-    /// Whether this connection has paused it, and not resumed it since.
-    has_paused: bool,
+    pause: Pause,
 }
 
 /// A virtio-balloon.
@@ -112,7 +112,7 @@ impl Qemu {
             device: None,
             target_bytes: None,
             moment: None,
-            has_paused: false,
+            pause: Pause::default(),
         })
     }
 
@@ -157,15 +157,6 @@ impl Qemu {
             statistics,
             means: means.into_iter().collect(),
         })
-    }
-
-    pub(super) async fn act(&mut self, action: Action) -> Result<(), Trouble> {
-        match action {
-            Action::Balloon { target_bytes } => self.set_balloon(target_bytes).await,
-            Action::Pause { .. } => self.pause().await,
-            Action::Resume => self.resume().await,
-            Action::Reclaim | Action::Trim | Action::Park | Action::Stop => Err(Trouble::Unable),
-        }
     }
 
     /// The answer to a request; an error is [`Trouble::Refused`].
@@ -252,19 +243,6 @@ impl Qemu {
         Ok(())
     }
 
-    async fn set_balloon(&mut self, target_bytes: u64) -> Result<(), Trouble> {
-        let target_bytes = target_bytes / PAGE_BYTES * PAGE_BYTES;
-        let rest = match target_bytes {
-            // In every state: it does no harm. QEMU reduces it to the machine's size, whatever that
-            // is by then.
-            0 => i64::MAX.unsigned_abs(),
-            _ => self.rest(target_bytes).await?,
-        };
-        self.connection.ask("balloon", json!({ "value": rest })).await??;
-        self.target_bytes = Some(target_bytes);
-        Ok(())
-    }
-
     /// What a balloon of this size leaves to a machine that may be inflated now.
     async fn rest(&mut self, target_bytes: u64) -> Result<u64, Trouble> {
         match self.state().await? {
@@ -279,28 +257,43 @@ impl Qemu {
             Some(rest) => Ok(rest),
         }
     }
+}
 
-    async fn pause(&mut self) -> Result<(), Trouble> {
-        match self.state().await? {
-            RunState::Running if self.migrates().await? => return Err(migrating()),
-            RunState::Running => {}
-            RunState::Paused if self.has_paused => return Ok(()),
-            // Another client's pause is not this program's to end.
-            state => return Err(wrong(&state)),
+impl Foreign for Qemu {
+    async fn condition(&mut self) -> Result<Condition, Trouble> {
+        Ok(match self.state().await? {
+            RunState::Running => Condition::Running,
+            RunState::Paused => Condition::Paused,
+            state @ RunState::Other(_) => Condition::Other(wrong(&state)),
+        })
+    }
+
+    async fn stand_still(&mut self) -> Result<(), Trouble> {
+        if self.migrates().await? {
+            return Err(migrating());
         }
-        self.get("stop").await?;
-        self.has_paused = true;
+        self.get("stop").await.map(drop)
+    }
+
+    async fn go_on(&mut self) -> Result<(), Trouble> {
+        self.get("cont").await.map(drop)
+    }
+
+    async fn set_balloon(&mut self, target_bytes: u64) -> Result<(), Trouble> {
+        let target_bytes = target_bytes / PAGE_BYTES * PAGE_BYTES;
+        let rest = match target_bytes {
+            // In every state: it does no harm. QEMU reduces it to the machine's size, whatever that
+            // is by then.
+            0 => i64::MAX.unsigned_abs(),
+            _ => self.rest(target_bytes).await?,
+        };
+        self.connection.ask("balloon", json!({ "value": rest })).await??;
+        self.target_bytes = Some(target_bytes);
         Ok(())
     }
 
-    async fn resume(&mut self) -> Result<(), Trouble> {
-        match self.state().await? {
-            RunState::Running => {}
-            RunState::Paused => drop(self.get("cont").await?),
-            state @ RunState::Other(_) => return Err(wrong(&state)),
-        }
-        self.has_paused = false;
-        Ok(())
+    fn pause(&mut self) -> &mut Pause {
+        &mut self.pause
     }
 }
 
