@@ -10,6 +10,8 @@
 //! | `GET /config` | the configuration in force ([`Config`]) |
 //! | `PUT /config/reload` | reads the file again |
 //!
+//! Clients have rights by their user ([`User`](crate::rights::User)).
+//!
 //! [`Status`]: ebb_host_policy::report::Status
 //! [`Admission`]: ebb_host_policy::report::Admission
 //! [`Fit`]: ebb_host_policy::Fit
@@ -23,7 +25,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::rejection::{JsonRejection, QueryRejection};
-use axum::extract::{DefaultBodyLimit, Json, Query, State};
+use axum::extract::{DefaultBodyLimit, Extension, Json, Query, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, put};
@@ -34,17 +36,15 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use serde::Serialize;
 use serde_json::json;
 use tokio::net::UnixListener;
-use tokio::sync::Semaphore;
 
 use crate::admission::Ticket;
 use crate::clock::now_ms;
 use crate::engine::Engine;
+use crate::rights::{Places, User};
 
 /// The engine, which the loop and all clients share.
 pub type Shared = Arc<Mutex<Engine>>;
 
-/// Most clients at a time; others wait. More than can wait for room.
-const MOST_CLIENTS: usize = 600;
 /// Longest body of a request, in bytes.
 const MOST_BODY_BYTES: usize = 64 << 10;
 /// Time limit for the head of a request, from the connection or from the last answer.
@@ -80,6 +80,10 @@ impl Problem {
     fn too_early() -> Self {
         let message = "no decision has been made yet";
         Self::new(StatusCode::SERVICE_UNAVAILABLE, message, "try again in a second")
+    }
+
+    fn forbidden(message: impl Into<String>, remedy: &'static str) -> Self {
+        Self::new(StatusCode::FORBIDDEN, message, remedy)
     }
 
     fn no_profile(name: &str) -> Self {
@@ -121,11 +125,11 @@ pub fn router(engine: Shared) -> Router {
         .route("/status", get(async |engine| status(engine)))
         .route("/plan", get(async |engine| plan(engine)))
         .route("/fit", get(async |engine, room| fit(engine, room)))
-        .route("/hold", put(async |engine, named| hold(engine, named, true)))
-        .route("/release", put(async |engine, named| hold(engine, named, false)))
+        .route("/hold", put(async |engine, user, named| hold(engine, user, named, true)))
+        .route("/release", put(async |engine, user, named| hold(engine, user, named, false)))
         .route("/admit", put(admit))
         .route("/config", get(async |engine| config(engine)))
-        .route("/config/reload", put(async |engine| reload(engine)))
+        .route("/config/reload", put(async |engine, user| reload(engine, user)))
         .fallback(async || {
             Problem::new(StatusCode::NOT_FOUND, "there is no such path", "docs/host.md lists them")
         })
@@ -212,11 +216,18 @@ async fn admit(
 
 fn hold(
     State(engine): State<Shared>,
+    Extension(user): Extension<User>,
     named: Result<Json<Named>, JsonRejection>,
     is_held: bool,
 ) -> Result<Response, Problem> {
     let Json(Named { machine }) = named?;
-    let status = lock(&engine).hold(&machine, is_held).ok_or_else(|| {
+    let mut engine = lock(&engine);
+    if !user.may_hold(engine.socket(&machine)) {
+        let message = format!("{machine:?} is not a machine of this user");
+        let remedy = "only root, the daemon's user and the owner of the machine's socket may";
+        return Err(Problem::forbidden(message, remedy));
+    }
+    let status = engine.hold(&machine, is_held).ok_or_else(|| {
         let message = format!("there is no machine {machine:?}");
         Problem::new(StatusCode::NOT_FOUND, message, "ebb host status lists them")
     })?;
@@ -227,7 +238,14 @@ fn config(State(engine): State<Shared>) -> Response {
     reply(lock(&engine).config())
 }
 
-fn reload(State(engine): State<Shared>) -> Result<Response, Problem> {
+fn reload(
+    State(engine): State<Shared>,
+    Extension(user): Extension<User>,
+) -> Result<Response, Problem> {
+    if !user.is_operator() {
+        let message = "this user may not change the configuration";
+        return Err(Problem::forbidden(message, "only root and the daemon's user may"));
+    }
     let mut engine = lock(&engine);
     engine.reload().map_err(|error| {
         let remedy = "mend the file; the old configuration is still in force";
@@ -245,15 +263,15 @@ pub async fn serve(listener: OwnedFd, engine: Shared) -> std::io::Result<Infalli
     listener.set_nonblocking(true)?;
     let listener = UnixListener::from_std(listener)?;
     let router = router(engine);
-    let clients = Arc::new(Semaphore::new(MOST_CLIENTS));
+    let places = Places::default();
     loop {
-        // It is never closed.
-        let Ok(permit) = clients.clone().acquire_owned().await else { continue };
         let Ok((stream, _)) = listener.accept().await else {
             tokio::time::sleep(ACCEPT_PAUSE).await;
             continue;
         };
-        let router = router.clone();
+        let Ok(user) = User::behind(&stream) else { continue };
+        let Some(place) = places.take(user) else { continue };
+        let router = router.clone().layer(Extension(user));
         tokio::spawn(async move {
             let service = service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
                 answer(router.clone(), request.map(Body::new))
@@ -264,7 +282,7 @@ pub async fn serve(listener: OwnedFd, engine: Shared) -> std::io::Result<Infalli
                 .serve_connection(TokioIo::new(stream), service);
             // A client's errors and its end are its own.
             let _ = tokio::time::timeout(CONNECTION_LIMIT, connection).await;
-            drop(permit);
+            drop(place);
         });
     }
 }

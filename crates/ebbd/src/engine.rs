@@ -1,7 +1,7 @@
 //! The daemon's loop: what is known goes to the decision, and its orders to the monitors.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -364,6 +364,11 @@ impl Engine {
     /// Whether a profile of this name is configured.
     pub fn has_profile(&self, name: &str) -> bool {
         name == "default" || self.config.policy.profiles.contains_key(name)
+    }
+
+    /// The socket of a machine, if there is one of this name.
+    pub fn socket(&self, machine: &str) -> Option<&Path> {
+        self.fleet.named(machine).map(|(socket, _)| socket)
     }
 
     /// Holds a machine or releases it. Returns its status, or `None` if there is none of this name:
