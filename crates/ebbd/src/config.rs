@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use ebb_host_policy::Settings;
 use serde::{Deserialize, Serialize};
 
+use crate::ksm::KsmSettings;
+
 /// Where machines are found, and how their host's memory is managed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -20,6 +22,9 @@ pub struct Config {
     pub interval_ms: u64,
     /// What is decided.
     pub policy: Settings,
+    /// KSM's settings while the daemon runs, by their names in /sys/kernel/mm/ksm. Those that are
+    /// not named stay as they are.
+    pub ksm: KsmSettings,
 }
 
 impl Default for Config {
@@ -29,6 +34,7 @@ impl Default for Config {
             cgroup: None,
             interval_ms: 1000,
             policy: Settings::default(),
+            ksm: KsmSettings::default(),
         }
     }
 }
@@ -92,6 +98,7 @@ impl Config {
         if let Some(path) = self.machines.iter().find(|path| !folders.insert(*path)) {
             return Err(format!("machines: {} is there twice; remove one", path.display()));
         }
+        self.ksm.check().map_err(|problem| format!("ksm: {problem}"))?;
         self.policy.check().map_err(|contradiction| format!("policy: {contradiction}"))
     }
 }
@@ -140,6 +147,10 @@ mod tests {
             ("[policy]\nmachines = { a = \"b\" }", "no profile b"),
             ("interval_ms = \"x\"", "line 1"),
             ("\0", "line 1"),
+            ("[ksm]\npages = 5", "no setting pages"),
+            ("[ksm]\nrun = 2", "run is 2; give 0 or 1"),
+            ("[ksm]\nadvisor_mode = \"x\"", "advisor_mode cannot be x"),
+            ("[ksm]\nrun = -1", "line 2"),
         ] {
             let problem = Config::parse(text).unwrap_err();
             assert!(problem.contains(words), "{text}: {problem}");

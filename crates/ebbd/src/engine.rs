@@ -10,11 +10,13 @@ use ebb_host_policy::{
     Action, Cause, Decision, Explanation, Fit, Host, Level, Machine, Rule, Snapshot, State, decide,
     fit, is_urgent,
 };
+use ebb_page_merge::kernel::SYSFS;
 
 use crate::admission::{Admissions, KEPT_MS, Ticket};
 use crate::config::{Config, ConfigError};
 use crate::fleet::{Fleet, Link, Rhythm, View};
 use crate::host::{Source, Unreadable};
+use crate::ksm::{self, KsmSettings};
 use crate::monitors::Undo;
 use crate::store::{Store, StoreError};
 use crate::watchdog::{Entry, Watchdog};
@@ -80,7 +82,7 @@ impl Engine {
     pub fn new(config: Config, path: Option<PathBuf>, store: Store, watchdog: Watchdog) -> Self {
         let source = Source::new(config.cgroup.clone());
         let state = store.load();
-        Self {
+        let mut engine = Self {
             config,
             path,
             source,
@@ -96,6 +98,16 @@ impl Engine {
             next_ms: 0,
             discover_ms: 0,
             save_ms: 0,
+        };
+        engine.set_ksm();
+        engine
+    }
+
+    /// Gives KSM the configured settings.
+    fn set_ksm(&mut self) {
+        match ksm::change(Path::new(SYSFS), &self.store, &self.config.ksm) {
+            Ok(()) => self.solve("ksm"),
+            Err(problem) => self.problem("ksm", format!("KSM's settings: {problem}")),
         }
     }
 
@@ -255,6 +267,8 @@ impl Engine {
                 link.order(undo.action(), Duration::ZERO);
             }
         }
+        self.config.ksm = KsmSettings::default();
+        self.set_ksm();
         if let Err(error) = self.store.save(&self.state) {
             tracing::warn!("the state is not saved: {error}");
         }
@@ -410,6 +424,7 @@ impl Engine {
         let config = Config::read(path)?;
         self.source = Source::new(config.cgroup.clone());
         (self.config, self.discover_ms) = (config, 0);
+        self.set_ksm();
         tracing::info!("the configuration was read again");
         Ok(())
     }

@@ -16,6 +16,7 @@ pub mod fleet;
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod host;
+pub mod ksm;
 pub mod monitors;
 pub mod program;
 pub mod rights;

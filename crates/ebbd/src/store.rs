@@ -11,6 +11,8 @@ use ebb_host_policy::State;
 use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 
+use crate::ksm::KsmSettings;
+
 /// The file of a daemon's state.
 #[derive(Debug)]
 pub struct Store {
@@ -26,6 +28,13 @@ struct Saved {
     /// The host's start that its times count from.
     boot: String,
     state: State,
+}
+
+/// KSM's settings before they were changed.
+#[derive(Serialize, Deserialize)]
+struct SavedKsm {
+    boot: String,
+    before: KsmSettings,
 }
 
 /// A state that cannot be used.
@@ -80,6 +89,36 @@ impl Store {
         self.directory.join("state.json")
     }
 
+    /// Where KSM's settings are that were there before this daemon's.
+    fn ksm_path(&self) -> PathBuf {
+        self.directory.join("ksm.json")
+    }
+
+    /// KSM's settings before this daemon or an earlier one changed them: those of this start of
+    /// the host.
+    pub fn ksm(&self) -> KsmSettings {
+        let text = fs::read(self.ksm_path()).unwrap_or_default();
+        let saved = serde_json::from_slice::<SavedKsm>(&text).ok();
+        saved.filter(|saved| saved.boot == self.boot).map(|saved| saved.before).unwrap_or_default()
+    }
+
+    /// Records KSM's settings before they are changed, or that they were put back.
+    ///
+    /// # Errors
+    /// [`StoreError::Write`]; the old file is still there.
+    pub fn save_ksm(&self, before: &KsmSettings) -> Result<(), StoreError> {
+        let path = self.ksm_path();
+        if before.is_empty() {
+            return match fs::remove_file(&path) {
+                Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                    Err(StoreError::Write { path, source })
+                }
+                _ => Ok(()),
+            };
+        }
+        replace(path, &SavedKsm { boot: self.boot.clone(), before: before.clone() })
+    }
+
     /// Reads the state. Without a file, or with one that is damaged, nothing is known; a damaged
     /// one is kept under another name. After a restart of the host, history and holds remain.
     pub fn load(&self) -> State {
@@ -118,22 +157,25 @@ impl Store {
     /// # Errors
     /// [`StoreError::Write`]; the old file is still there.
     pub fn save(&self, state: &State) -> Result<(), StoreError> {
-        let new = self.directory.join("state.json.new");
-        let failed = |source| StoreError::Write { path: self.path(), source };
-        let saved = Saved { boot: self.boot.clone(), state: state.clone() };
-        let text = serde_json::to_vec(&saved).map_err(|error| failed(error.into()))?;
-        let written = File::create(&new)
-            .and_then(|mut file| {
-                file.write_all(&text)?;
-                file.sync_all()
-            })
-            .and_then(|()| fs::rename(&new, self.path()));
-        if written.is_err() {
-            // It takes up room.
-            let _ = fs::remove_file(&new);
-        }
-        written.map_err(failed)
+        replace(self.path(), &Saved { boot: self.boot.clone(), state: state.clone() })
     }
+}
+
+fn replace(path: PathBuf, document: &impl Serialize) -> Result<(), StoreError> {
+    let new = path.with_extension("json.new");
+    let written = serde_json::to_vec(document)
+        .map_err(io::Error::from)
+        .and_then(|text| {
+            let mut file = File::create(&new)?;
+            file.write_all(&text)?;
+            file.sync_all()
+        })
+        .and_then(|()| fs::rename(&new, &path));
+    written.map_err(|source| {
+        // It takes up room.
+        let _ = fs::remove_file(&new);
+        StoreError::Write { path, source }
+    })
 }
 
 #[cfg(test)]

@@ -4,13 +4,14 @@
 use std::fs;
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command as Program, Output, Stdio};
 use std::thread;
 use std::time::Duration;
 
 use ebb_agent::protocol::Command;
 use ebb_host_policy::report::{Admission, Arrival};
+use ebb_page_merge::kernel::{Knob, Ksm, KsmGuard, SYSFS, Values};
 use ebb_vmm::api::{Client, VmState};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -27,6 +28,7 @@ pub const TESTS: &[Test] = &[
     Test::new("host::bad_monitors", 240, bad_monitors),
     Test::new("host::peaks_follow_each_other", 300, peaks_follow_each_other),
     Test::new("host::firecracker_s_api", 300, firecracker_s_api),
+    Test::new("host::settings_of_ksm", 120, settings_of_ksm).merging(),
 ];
 
 /// First argument that runs this program as the daemon.
@@ -494,4 +496,32 @@ fn bad_monitors(scene: &Scene) {
         let is_back = shown["trouble"].is_null() && shown["machine"].is_object();
         when(is_back && !status.contains("other"), || status)
     });
+}
+
+/// KSM has the configured settings while a daemon runs, and then those from before, also if the
+/// first daemon was killed.
+fn settings_of_ksm(scene: &Scene) {
+    let host = KsmGuard::new(Ksm::open(Path::new(SYSFS)).unwrap()).unwrap();
+    let before = Values::new().with(Knob::Run, 0).with(Knob::PagesToScan, 100);
+    host.ksm().apply(&before).unwrap();
+    let has = |run: u64, pages_to_scan: u64| {
+        let settings = host.ksm().settings().unwrap();
+        let found = [Knob::Run, Knob::PagesToScan].map(|knob| settings.get(knob));
+        when(found == [Some(run), Some(pages_to_scan)], || format!("{settings:?}"))
+    };
+    folder(scene);
+    let text =
+        |pages_to_scan: u64| format!("{PLENTY}[ksm]\nrun = 1\npages_to_scan = {pages_to_scan}\n");
+    let mut daemon = Daemon::start(scene, &text(500));
+    has(1, 500).unwrap();
+    Daemon::configure(scene, &text(700));
+    daemon.text(&["settings", "--reload"]);
+    has(1, 700).unwrap();
+    daemon.end(Signal::KILL);
+    has(1, 700).unwrap();
+    drop(daemon);
+    let mut daemon = Daemon::start(scene, &text(800));
+    has(1, 800).unwrap();
+    assert_eq!(daemon.end(Signal::TERM), Some(0));
+    has(0, 100).unwrap();
 }

@@ -114,9 +114,14 @@ impl Knob {
         }
     }
 
+    /// The setting of this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|knob| knob.name() == name)
+    }
+
     /// Parses the first line of the setting's file: a number, or for the advisor the word in
-    /// brackets.
-    pub(super) fn parse(self, text: &str) -> Option<u64> {
+    /// brackets, or alone.
+    pub fn parse(self, text: &str) -> Option<u64> {
         let line = text.lines().next()?.trim();
         if self != Self::AdvisorMode {
             return line.parse().ok();
