@@ -14,7 +14,6 @@ mod machine;
 mod merging;
 
 use facts::Facts;
-pub(crate) use facts::of_meminfo;
 
 const AFTER_HELP: &str = "\
 With --vm, the command shows what the monitor of a running machine has given up, for the case that

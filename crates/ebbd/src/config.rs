@@ -10,7 +10,7 @@ use crate::ksm::KsmSettings;
 
 /// Where machines are found, and how their host's memory is managed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[serde(default, deny_unknown_fields, expecting = "a table of settings")]
 pub struct Config {
     /// Directories of sockets: each socket in one of them is a monitor's, and its machine has the
     /// name of the file without its ending.
@@ -151,6 +151,8 @@ mod tests {
             ("[ksm]\nrun = 2", "run is 2; give 0 or 1"),
             ("[ksm]\nadvisor_mode = \"x\"", "advisor_mode cannot be x"),
             ("[ksm]\nrun = -1", "line 2"),
+            ("policy = 5", "expected a table of settings"),
+            ("[policy]\ndefault = 5", "expected a table of a profile's settings"),
         ] {
             let problem = Config::parse(text).unwrap_err();
             assert!(problem.contains(words), "{text}: {problem}");

@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use ebb_host_policy::{Host, Pressure, Swap};
+use ebb_program::of_meminfo;
 
 /// Where the host's memory is read.
 #[derive(Clone, Debug)]
@@ -37,16 +38,16 @@ impl Source {
     pub fn read(&self) -> Result<Host, Unreadable> {
         let path = self.proc.join("meminfo");
         let text = read(&path)?;
-        let bytes = |name: &str| field(&text, name).map(|kib| kib.saturating_mul(1024));
+        let bytes = |name: &str| of_meminfo(&text, name);
         let missing = |name: &str| Unreadable {
             path: path.clone(),
             problem: format!("it has no {name}; Linux 3.14 or newer is needed"),
         };
-        let total_bytes = bytes("MemTotal:").ok_or_else(|| missing("MemTotal"))?;
-        let available_bytes = bytes("MemAvailable:").ok_or_else(|| missing("MemAvailable"))?;
-        let swap = bytes("SwapTotal:").filter(|total| *total > 0).map(|total_bytes| Swap {
+        let total_bytes = bytes("MemTotal").ok_or_else(|| missing("MemTotal"))?;
+        let available_bytes = bytes("MemAvailable").ok_or_else(|| missing("MemAvailable"))?;
+        let swap = bytes("SwapTotal").filter(|total| *total > 0).map(|total_bytes| Swap {
             total_bytes,
-            used_bytes: total_bytes.saturating_sub(bytes("SwapFree:").unwrap_or(total_bytes)),
+            used_bytes: total_bytes.saturating_sub(bytes("SwapFree").unwrap_or(total_bytes)),
             out_bytes: self.swapped_out(),
         });
         let pressure = fs::read_to_string(self.proc.join("pressure/memory"));

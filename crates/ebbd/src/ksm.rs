@@ -21,7 +21,7 @@ pub struct KsmSettings(BTreeMap<String, Setting>);
 
 /// The value of a setting.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "a number, or a word for advisor_mode, is expected")]
 enum Setting {
     Number(u64),
     /// Of `advisor_mode`.

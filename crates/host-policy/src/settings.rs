@@ -15,7 +15,7 @@ const MOST_SHARES: u64 = 1_000_000;
 
 /// Settings of a host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[serde(default, deny_unknown_fields, expecting = "a table of settings")]
 pub struct Settings {
     /// The host is tight while less than this percentage of its memory is available: memory that
     /// guests do not use is reclaimed.
@@ -76,7 +76,7 @@ impl Default for Settings {
 
 /// What machines of one kind are entitled to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[serde(default, deny_unknown_fields, expecting = "a table of a profile's settings")]
 pub struct Profile {
     /// Memory that is never taken.
     pub floor_bytes: u64,

@@ -3,9 +3,11 @@
 
 mod check;
 mod file;
+mod meminfo;
 
 pub use check::{Check, Grade, table};
 pub use file::write_whole;
+pub use meminfo::of_meminfo;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -111,12 +113,22 @@ pub fn describe(error: &anyhow::Error) -> String {
 }
 
 /// Sanitizes text for a terminal. Parts of it can come from a guest, a peer or a file, and must not
-/// move the cursor or fill the screen: control characters are escaped and the length is bounded.
+/// move the cursor or fill the screen: control characters are escaped and the length is bounded. So
+/// are those that change the direction of writing, which would move what follows on the line
+/// (Unicode Standard Annex 9, table 3).
 pub fn printable(message: &str) -> String {
     const MOST_CHARACTERS: usize = 4000;
     let mut text = String::new();
     for character in message.chars().take(MOST_CHARACTERS) {
-        if character.is_control() && character != '\n' {
+        let turns = matches!(
+            character,
+            '\u{61c}'
+                | '\u{200e}'
+                | '\u{200f}'
+                | '\u{202a}'..='\u{202e}'
+                | '\u{2066}'..='\u{2069}'
+        );
+        if turns || character.is_control() && character != '\n' {
             text.extend(character.escape_default());
         } else {
             text.push(character);
@@ -140,6 +152,7 @@ mod tests {
             printable("no\nsuch file \u{1b}]0;x\u{7}\u{9b}2J"),
             "no\nsuch file \\u{1b}]0;x\\u{7}\\u{9b}2J"
         );
+        assert_eq!(printable("a\u{202e}b\u{2069}ü"), "a\\u{202e}b\\u{2069}ü");
         assert_eq!(printable(&"x".repeat(1 << 20)).chars().count(), 4001);
     }
 

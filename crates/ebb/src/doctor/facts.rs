@@ -80,15 +80,8 @@ fn huge_pages() -> Option<HugePages> {
     Some(HugePages { total: number("nr_hugepages")?, free: number("free_hugepages")? })
 }
 
-/// A size in the text of /proc/meminfo.
-pub(crate) fn of_meminfo(meminfo: &str, name: &str) -> Option<ByteSize> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kib.checked_mul(1024).map(ByteSize::from_bytes)
-}
-
 fn memory(meminfo: &str) -> Option<Memory> {
-    let size = |name: &str| of_meminfo(meminfo, name);
+    let size = |name: &str| ebb_program::of_meminfo(meminfo, name).map(ByteSize::from_bytes);
     Some(Memory {
         total: size("MemTotal")?,
         available: size("MemAvailable")?,

@@ -122,36 +122,19 @@ impl Row {
     /// All that is known of it, and the decision about it.
     pub(super) fn details(&self) -> String {
         if !self.status.profile.is_empty() {
-            return one_way(&explain::text(&self.status, self.at_ms));
+            return explain::text(&self.status, self.at_ms);
         }
         let mut facts = explain::facts(&self.status, self.at_ms);
         if let Some(merged) = self.merged_bytes {
             facts.push(["merged".to_owned(), bytes(merged)]);
         }
-        one_way(&columns(&facts))
+        columns(&facts)
     }
 }
 
 /// Text from elsewhere as one line for a terminal.
 pub(super) fn line(text: &str) -> String {
-    one_way(&ebb_program::printable(text)).replace('\n', " ")
-}
-
-/// Text whose characters stay in their order: those that change the direction of writing (Unicode
-/// Standard Annex 9, table 3) would move what follows them on the line.
-fn one_way(text: &str) -> String {
-    let mut shown = String::new();
-    for character in text.chars() {
-        match character {
-            '\u{61c}'
-            | '\u{200e}'
-            | '\u{200f}'
-            | '\u{202a}'..='\u{202e}'
-            | '\u{2066}'..='\u{2069}' => shown.extend(character.escape_unicode()),
-            _ => shown.push(character),
-        }
-    }
-    shown
+    ebb_program::printable(text).replace('\n', " ")
 }
 
 fn machine(name: &str, documents: &Documents) -> Machine {

@@ -10,7 +10,6 @@ use ebb_vmm::api::{BalloonInfo, Client, ClientError, StatisticsDocument, VmInfo}
 use rustix::time::{ClockId, clock_gettime};
 
 use super::documents::{Documents, Report};
-use crate::doctor::of_meminfo;
 use crate::host::of_the_daemon;
 
 /// Time limit of an answer. A monitor takes up to a second for statistics.
@@ -60,7 +59,7 @@ fn statistics(
 /// This host's memory; `None` if the kernel does not tell it.
 pub(super) fn host() -> Option<Host> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let size = |name| of_meminfo(&text, name).map(ebb_vmm::size::ByteSize::bytes);
+    let size = |name| ebb_program::of_meminfo(&text, name);
     let swap = size("SwapTotal").filter(|total| *total > 0).map(|total_bytes| Swap {
         total_bytes,
         used_bytes: total_bytes.saturating_sub(size("SwapFree").unwrap_or(0)),
