@@ -7,10 +7,12 @@ pub mod cloud_hypervisor;
 pub mod ebb;
 pub mod firecracker;
 mod http;
+pub mod libvirt;
 pub mod process;
 pub mod qemu;
 
-use std::path::Path;
+use std::fmt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -23,8 +25,35 @@ use cloud_hypervisor::CloudHypervisor;
 use ebb::Ebb;
 use firecracker::Firecracker;
 use http::Http;
+use libvirt::Libvirt;
+use libvirt::documents::Domain;
 use process::Process;
 use qemu::Qemu;
+
+/// Where a machine is found.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Place {
+    /// The socket of its monitor, or of libvirt.
+    pub socket: PathBuf,
+    /// Which of the domains behind the socket, if that is libvirt's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub domain: Option<Domain>,
+}
+
+impl Place {
+    /// That of the only machine behind a socket.
+    pub fn of(socket: &Path) -> Self {
+        Self { socket: socket.to_owned(), domain: None }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}", self.socket.display())?;
+        let Some(domain) = &self.domain else { return Ok(()) };
+        write!(formatter, "#{}", domain.uuid)
+    }
+}
 
 /// What a monitor says about its machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,6 +101,8 @@ pub enum Kind {
     Firecracker,
     /// Cloud Hypervisor.
     CloudHypervisor,
+    /// libvirt.
+    Libvirt,
 }
 
 impl Kind {
@@ -82,6 +113,7 @@ impl Kind {
             Self::Qemu => "qemu",
             Self::Firecracker => "firecracker",
             Self::CloudHypervisor => "cloud-hypervisor",
+            Self::Libvirt => "libvirt",
         }
     }
 }
@@ -97,6 +129,8 @@ pub enum Monitor {
     Firecracker(Firecracker),
     /// Cloud Hypervisor.
     CloudHypervisor(CloudHypervisor),
+    /// A domain of libvirt.
+    Libvirt(Libvirt),
 }
 
 /// The longest answer that is read, in bytes.
@@ -105,6 +139,16 @@ pub(crate) const MOST_BYTES: usize = 1 << 20;
 pub(crate) const MOST_REPEATED: usize = 200;
 
 impl Monitor {
+    /// Connects with the monitor of a machine.
+    ///
+    /// # Errors
+    /// [`Trouble`], also if the domain of libvirt has ended.
+    pub async fn at(place: &Place) -> Result<Self, Trouble> {
+        let Some(domain) = &place.domain else { return Self::connect(&place.socket).await };
+        let libvirt = Libvirt::connect(&place.socket, domain).await?;
+        libvirt.map(Self::Libvirt).ok_or_else(|| Trouble::Gone("the domain has ended".to_owned()))
+    }
+
     /// Connects with the monitor behind a socket, whatever it is.
     ///
     /// # Errors
@@ -142,6 +186,7 @@ impl Monitor {
             Self::Qemu(_) => Kind::Qemu,
             Self::Firecracker(_) => Kind::Firecracker,
             Self::CloudHypervisor(_) => Kind::CloudHypervisor,
+            Self::Libvirt(_) => Kind::Libvirt,
         }
     }
 
@@ -152,6 +197,7 @@ impl Monitor {
             Self::Qemu(qemu) => qemu.process(),
             Self::Firecracker(firecracker) => firecracker.process(),
             Self::CloudHypervisor(cloud) => cloud.process(),
+            Self::Libvirt(libvirt) => libvirt.process(),
         }
     }
 
@@ -160,7 +206,9 @@ impl Monitor {
     pub fn undoes_itself(&self) -> bool {
         match self {
             Self::Ebb(_) => true,
-            Self::Qemu(_) | Self::Firecracker(_) | Self::CloudHypervisor(_) => false,
+            Self::Qemu(_) | Self::Firecracker(_) | Self::CloudHypervisor(_) | Self::Libvirt(_) => {
+                false
+            }
         }
     }
 
@@ -175,6 +223,7 @@ impl Monitor {
             Self::Qemu(qemu) => qemu.look(now_ms).await,
             Self::Firecracker(firecracker) => firecracker.look(now_ms).await,
             Self::CloudHypervisor(cloud) => cloud.look().await,
+            Self::Libvirt(libvirt) => libvirt.look(now_ms).await,
         }
     }
 
@@ -190,6 +239,7 @@ impl Monitor {
             Self::Qemu(qemu) => qemu.act(action).await,
             Self::Firecracker(firecracker) => firecracker.act(action).await,
             Self::CloudHypervisor(cloud) => cloud.act(action).await,
+            Self::Libvirt(libvirt) => libvirt.act(action).await,
         }
     }
 }
@@ -220,6 +270,19 @@ impl Undo {
             Self::Balloon => Action::Balloon { target_bytes: 0 },
             Self::Pause => Action::Resume,
         }
+    }
+}
+
+/// Undoes what was done to a machine, by this process or another one. A domain of libvirt that has
+/// ended needs nothing.
+///
+/// # Errors
+/// As [`undo`].
+pub async fn undo_at(place: &Place, what: Undo) -> Result<(), Trouble> {
+    let Some(domain) = &place.domain else { return undo(&place.socket, what).await };
+    match Libvirt::connect(&place.socket, domain).await? {
+        Some(mut libvirt) => libvirt.act(what.action()).await,
+        None => Ok(()),
     }
 }
 

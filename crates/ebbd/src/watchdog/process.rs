@@ -11,7 +11,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::{sleep, timeout};
 
 use super::{Entry, Line};
-use crate::monitors::undo;
+use crate::monitors::undo_at;
 
 /// A daemon that says nothing for this time hangs: it would say something every second.
 const SILENCE_LIMIT: Duration = Duration::from_secs(15);
@@ -88,17 +88,17 @@ async fn next(lines: &mut Lines<BufReader<Receiver>>) -> Option<Line> {
 
 async fn undo_at_last(entry: Entry) -> bool {
     for attempt in 1..=ATTEMPTS {
-        let problem = match timeout(ATTEMPT_LIMIT, undo(&entry.socket, entry.undo)).await {
+        let problem = match timeout(ATTEMPT_LIMIT, undo_at(&entry.place, entry.undo)).await {
             Ok(Ok(())) => return true,
             Ok(Err(trouble)) => trouble.to_string(),
             Err(_) => format!("no answer within {ATTEMPT_LIMIT:?}"),
         };
         // A machine that has ended needs nothing.
-        if !entry.socket.exists() {
+        if entry.place.domain.is_none() && !entry.place.socket.exists() {
             return true;
         }
         if attempt == 1 || attempt == ATTEMPTS {
-            eprintln!("ebbd watchdog: {}: {problem}", entry.socket.display());
+            eprintln!("ebbd watchdog: {}: {problem}", entry.place);
         }
         sleep(PAUSE).await;
     }
