@@ -104,5 +104,21 @@ mod tests {
             data[at] = byte;
             qmp_messages(&data);
         }
+
+        #[test]
+        fn nearly_right_replies(
+            mut content in prop::collection::vec(0..9_u8, 4..200),
+            at in any::<prop::sample::Index>(),
+        ) {
+            content[..3].fill(0);
+            let at = at.index(content.len());
+            content[at] = 0;
+            libvirt_messages(&content);
+            let length = (28 + content.len()) as u32;
+            let numbers = [length, 0x2000_8086, 1, 344, 1, 1, 0];
+            let mut data: Vec<u8> = numbers.into_iter().flat_map(u32::to_be_bytes).collect();
+            data.append(&mut content);
+            libvirt_messages(&data);
+        }
     }
 }

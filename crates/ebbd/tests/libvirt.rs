@@ -13,10 +13,12 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use ebb_host_policy::Action;
 use ebb_virtual_host::kernel::Kernel;
-use ebbd::monitors::Trouble;
+use ebbd::clock::now_ms;
 use ebbd::monitors::libvirt::Libvirt;
 use ebbd::monitors::libvirt::documents::Domain;
+use ebbd::monitors::{Monitor, Place, Trouble};
 use serde_json::Value;
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -169,6 +171,26 @@ fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
+/// Pauses that are this program's, and another client's.
+async fn pause(libvirtd: &Libvirtd, place: &Place) {
+    const PAUSE: Action = Action::Pause { for_ms: 1000 };
+    let mut monitor = Monitor::at(place).await.unwrap();
+    for _ in 0..2 {
+        monitor.act(PAUSE, Duration::ZERO).await.unwrap();
+        assert_eq!(libvirtd.state(), "paused");
+    }
+    assert!(monitor.look(now_ms(), 2000).await.unwrap().is_paused);
+    monitor.act(Action::Resume, Duration::ZERO).await.unwrap();
+    assert_eq!(libvirtd.state(), "running");
+    libvirtd.virsh(&["suspend", "guest"]);
+    let refused = monitor.act(PAUSE, Duration::ZERO).await;
+    assert!(matches!(refused, Err(Trouble::Refused(_))), "{refused:?}");
+    let absurd = Action::Balloon { target_bytes: SIZE };
+    assert!(matches!(monitor.act(absurd, Duration::ZERO).await, Err(Trouble::Refused(_))));
+    assert_eq!(libvirtd.state(), "paused");
+    libvirtd.virsh(&["resume", "guest"]);
+}
+
 #[test]
 fn a_domain_gets_everything_back() {
     let mut libvirtd = Libvirtd::start();
@@ -192,11 +214,15 @@ fn a_domain_gets_everything_back() {
     daemon.0.wait().unwrap();
     eventually("the balloon is released", || libvirtd.rest() == SIZE);
 
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let id = journal[0]["domain"]["id"].as_i64().unwrap();
+    let domain = Some(Domain { uuid: UUID.to_owned(), id: i32::try_from(id).unwrap() });
+    runtime.block_on(pause(&libvirtd, &Place { socket: libvirtd.socket(), domain }));
+
     // A pause that an earlier daemon has left ends; that of another client stays.
     libvirtd.virsh(&["suspend", "guest"]);
     let mut entry = journal[0].clone();
     entry["undo"] = "pause".into();
-    let id = entry["domain"]["id"].as_i64().unwrap();
     let mut other = entry.clone();
     other["domain"]["id"] = (id + 1).into();
     let path = libvirtd.path("state/taken.json");

@@ -47,14 +47,9 @@ impl Named {
 
     /// What identifies it.
     pub fn domain(&self) -> Domain {
-        let mut uuid = String::new();
-        for (index, byte) in self.uuid.iter().enumerate() {
-            if matches!(index, 4 | 6 | 8 | 10) {
-                uuid.push('-');
-            }
-            uuid += &format!("{byte:02x}");
-        }
-        Domain { uuid, id: self.id }
+        let digits = format!("{:032x}", u128::from_be_bytes(self.uuid));
+        let parts = [0..8, 8..12, 12..16, 16..20, 20..32].map(|part| &digits[part]);
+        Domain { uuid: parts.join("-"), id: self.id }
     }
 }
 
@@ -86,6 +81,8 @@ pub struct Stats {
     pub current_bytes: u64,
     /// When the guest has answered last: the real-time clock in seconds. 0 if it never did.
     pub last_update: u64,
+    /// Whether QEMU was asked: without waiting it is not while another job runs.
+    pub is_whole: bool,
     said: Statistics,
 }
 
@@ -110,7 +107,7 @@ impl Stats {
             swap_out_bytes: None,
             oom_kills: None,
         };
-        let mut last_update = 0;
+        let (mut last_update, mut is_whole) = (0, false);
         let (mut state, mut reason, mut sizes) = (None, None, (None, None));
         for (name, value) in reader.list(parameter)? {
             let bytes = value.and_then(|kib| kib.checked_mul(KIB));
@@ -119,6 +116,8 @@ impl Stats {
                 "state.reason" => reason = value,
                 "balloon.maximum" => sizes.0 = bytes,
                 "balloon.current" => sizes.1 = bytes,
+                // Of QEMU's process; it is there whenever QEMU was asked.
+                "balloon.rss" => is_whole = true,
                 "balloon.last-update" => last_update = value.unwrap_or(0),
                 // libvirt's names are not those of the device: this is the whole memory.
                 "balloon.available" => said.total_bytes = bytes,
@@ -140,6 +139,7 @@ impl Stats {
             maximum_bytes: maximum,
             current_bytes: current.min(maximum),
             last_update,
+            is_whole,
             said,
         }))
     }
@@ -168,4 +168,68 @@ fn parameter(reader: &mut Reader<'_>) -> Result<(String, Option<u64>), Trouble> 
         kind => return Err(Trouble::Nonsense(format!("a parameter of type {kind}"))),
     };
     Ok((name, value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A reply about one domain.
+    fn reply(parameters: &[(&str, u32, u64)]) -> Vec<u8> {
+        let mut content = vec![0, 0, 0, 1];
+        let named = Named { name: "guest".to_owned(), uuid: [7; 16], id: 1 };
+        named.put(&mut content);
+        content.extend((parameters.len() as u32).to_be_bytes());
+        for (name, kind, value) in parameters {
+            put_text(&mut content, name);
+            content.extend(kind.to_be_bytes());
+            let bytes = value.to_be_bytes();
+            content.extend(if *kind < 3 { &bytes[4..] } else { &bytes[..] });
+        }
+        content
+    }
+
+    const SIZES: [(&str, u32, u64); 4] = [
+        ("state.state", 1, 1),
+        ("state.reason", 1, 1),
+        ("balloon.maximum", 4, 262_144),
+        ("balloon.current", 4, 204_800),
+    ];
+
+    #[test]
+    fn libvirts_names_are_not_the_devices() {
+        let more = [
+            ("balloon.available", 4, 166_288),
+            ("balloon.usable", 4, 142_604),
+            ("balloon.unused", 4, u64::MAX),
+            ("balloon.last-update", 4, 5),
+            ("balloon.rss", 4, 1),
+        ];
+        let stats = Stats::read(&reply(&[&SIZES[..], &more].concat())).unwrap().unwrap();
+        assert_eq!((stats.last_update, stats.is_whole), (5, true));
+        assert_eq!(stats.inflated_bytes(), (262_144 - 204_800) * KIB);
+        let said = stats.taken(9);
+        assert_eq!(
+            (said.total_bytes, said.available_bytes),
+            (Some(170_278_912), Some(146_026_496))
+        );
+        // More than there can be.
+        assert_eq!((said.free_bytes, said.caches_bytes, said.taken_ms), (None, None, 9));
+    }
+
+    #[test]
+    fn what_lacks_is_told() {
+        let stats = Stats::read(&reply(&SIZES)).unwrap().unwrap();
+        assert_eq!((stats.last_update, stats.is_whole), (0, false));
+        assert_eq!(Stats::read(&[0; 4]).unwrap(), None);
+        assert!(Stats::read(&reply(&SIZES[..3])).is_err());
+        assert!(Stats::read(&reply(&[("x", 9, 0)])).is_err());
+        let whole = reply(&SIZES);
+        for length in 0..whole.len() {
+            assert!(Stats::read(&whole[..length]).is_err(), "{length}");
+        }
+        // More balloon than memory.
+        let absurd = [&SIZES[..3], &[("balloon.current", 4, 1 << 40)]].concat();
+        assert_eq!(Stats::read(&reply(&absurd)).unwrap().unwrap().inflated_bytes(), 0);
+    }
 }

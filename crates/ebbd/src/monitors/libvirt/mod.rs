@@ -25,7 +25,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use ebb_host_policy::{Action, Balloon, Mean, Means};
+use ebb_host_policy::{Action, Balloon, Mean, Means, Statistics};
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
@@ -63,6 +63,9 @@ pub struct Libvirt {
     /// What this connection has set last.
     target_bytes: Option<u64>,
     moment: Option<Moment>,
+    /// What the guest has said last, and whether that shows a driver.
+    said: Option<Statistics>,
+    has_driver: bool,
     has_set_period: bool,
     /// Whether this connection has paused it, and not resumed it since.
     has_paused: bool,
@@ -92,6 +95,8 @@ impl Libvirt {
             process,
             target_bytes: None,
             moment: None,
+            said: None,
+            has_driver: false,
             has_set_period: false,
             has_paused: false,
         }))
@@ -104,16 +109,19 @@ impl Libvirt {
     pub(super) async fn look(&mut self, now_ms: u64) -> Result<Seen, Trouble> {
         let is_free = self.is_free().await?;
         let stats = self.stats().await?;
-        let statistics = self.moment(stats.last_update, now_ms).map(|ms| stats.taken(ms));
-        let is_old = statistics.is_none_or(|it| it.taken_ms.saturating_add(OLD_MS) <= now_ms);
-        if is_free && stats.state.0 == RUNNING && is_old && !self.has_set_period {
+        if stats.is_whole {
+            self.has_driver = stats.last_update > 0;
+            self.said = self.moment(stats.last_update, now_ms).map(|ms| stats.taken(ms));
+        }
+        let is_old = self.said.is_none_or(|it| it.taken_ms.saturating_add(OLD_MS) <= now_ms);
+        if is_free && stats.is_whole && stats.state.0 == RUNNING && is_old && !self.has_set_period {
             self.has_set_period = true;
             let numbers = [PERIOD_S.to_be_bytes(), LIVE.to_be_bytes()].concat();
             // Without a balloon it is refused.
             let _ = self.ask(Procedure::DomainSetMemoryStatsPeriod, &numbers).await?;
         }
         let actual_bytes = stats.inflated_bytes();
-        let has_driver = stats.last_update > 0 || actual_bytes > 0;
+        let has_driver = self.has_driver || actual_bytes > 0;
         let mut means = Vec::new();
         if is_free && (stats.state.0 == RUNNING || stats.state == PAUSED_BY_CLIENT) {
             means.push(Mean::Pause);
@@ -128,7 +136,7 @@ impl Libvirt {
                 target_bytes: self.target_bytes.unwrap_or(actual_bytes),
                 actual_bytes,
             }),
-            statistics: statistics.filter(|_| has_driver),
+            statistics: self.said,
             means: means.into_iter().collect::<Means>(),
         })
     }
@@ -171,7 +179,6 @@ impl Libvirt {
 
     /// The moment of statistics, if that is known.
     fn moment(&mut self, last_update: u64, now_ms: u64) -> Option<u64> {
-        // While a job runs there are none: the old moment stays.
         let last_update = Some(last_update).filter(|last| *last > 0)?;
         let real = SystemTime::now().duration_since(UNIX_EPOCH);
         let real_s = real.map_or(0, |since| since.as_secs());

@@ -79,7 +79,7 @@ impl From<Refusal> for Trouble {
 fn message(numbers: [u32; 6], content: &[u8]) -> Vec<u8> {
     let length = u32::try_from(HEADER + content.len()).unwrap_or(u32::MAX);
     let mut message = length.to_be_bytes().to_vec();
-    numbers.into_iter().for_each(|number| message.extend(number.to_be_bytes()));
+    message.extend(numbers.into_iter().flat_map(u32::to_be_bytes));
     message.extend(content);
     message
 }
