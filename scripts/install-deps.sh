@@ -21,6 +21,8 @@ set -eu
 # debhelper dh-dkms      building the Debian packages
 # mmdebstrap uidmap      the clean Debian trees in which they are tested
 # lintian                checking them
+# libvirt-daemon libvirt-daemon-driver-qemu libvirt-clients
+#                        a private libvirtd, for the tests of ebbd
 # ca-certificates        cargo fetches crates over TLS
 #
 # With --debian:
@@ -30,6 +32,7 @@ set -eu
 # python3-pip            clients of Firecracker's API, for tests
 packages="linux-image-cloud-amd64 linux-headers-cloud-amd64 busybox-static numactl iproute2"
 packages="$packages gcc libc6-dev make passt ca-certificates"
+packages="$packages libvirt-daemon libvirt-daemon-driver-qemu libvirt-clients"
 packages="$packages debhelper dh-dkms mmdebstrap uidmap lintian"
 debian_packages="e2fsprogs linux-source flex bison bc libelf-dev xz-utils python3-pip"
 

@@ -15,6 +15,8 @@ pub struct Config {
     /// Directories of sockets: each socket in one of them is a monitor's, and its machine has the
     /// name of the file without its ending.
     pub machines: Vec<PathBuf>,
+    /// Sockets of libvirt (libvirtd or virtqemud): each active domain is a machine of that name.
+    pub libvirt: Vec<PathBuf>,
     /// A cgroup that all machines are in, if its limit is below the host's memory: a directory of
     /// /sys/fs/cgroup.
     pub cgroup: Option<PathBuf>,
@@ -31,6 +33,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             machines: vec!["/run/ebb/machines".into()],
+            libvirt: Vec::new(),
             cgroup: None,
             interval_ms: 1000,
             policy: Settings::default(),
@@ -87,7 +90,7 @@ impl Config {
             let interval = self.interval_ms;
             return Err(format!("interval_ms is {interval}; give one from 100 to 60000"));
         }
-        let paths = self.machines.iter().chain(&self.cgroup);
+        let paths = self.machines.iter().chain(&self.libvirt).chain(&self.cgroup);
         if let Some(path) = paths.into_iter().find(|path| !path.is_absolute()) {
             return Err(format!(
                 "{} is not an absolute path; begin it with a slash",
@@ -97,6 +100,10 @@ impl Config {
         let mut folders = BTreeSet::new();
         if let Some(path) = self.machines.iter().find(|path| !folders.insert(*path)) {
             return Err(format!("machines: {} is there twice; remove one", path.display()));
+        }
+        let mut sockets = BTreeSet::new();
+        if let Some(path) = self.libvirt.iter().find(|path| !sockets.insert(*path)) {
+            return Err(format!("libvirt: {} is there twice; remove one", path.display()));
         }
         self.ksm.check().map_err(|problem| format!("ksm: {problem}"))?;
         self.policy.check().map_err(|contradiction| format!("policy: {contradiction}"))
@@ -142,6 +149,8 @@ mod tests {
             ("interval_ms = 5", "interval_ms is 5; give one from 100"),
             ("machines = [\"run\"]", "not an absolute path"),
             ("machines = [\"/a\", \"/a\"]", "is there twice"),
+            ("libvirt = [\"run\"]", "not an absolute path"),
+            ("libvirt = [\"/a\", \"/a\"]", "libvirt: /a is there twice"),
             ("intervall_ms = 500", "intervall_ms"),
             ("[policy]\ntight_percent = 10", "must be below"),
             ("[policy]\nmachines = { a = \"b\" }", "no profile b"),

@@ -147,7 +147,7 @@ impl Engine {
             // Two of three answers may be late.
             fresh_ms: self.config.policy.stale_ms / 3,
         };
-        let unreadable = self.fleet.discover(&self.config.machines, rhythm);
+        let unreadable = self.fleet.discover(&self.config.machines, &self.config.libvirt, rhythm);
         let is_still = |about: &str| {
             unreadable.iter().any(|(folder, _)| folder.display().to_string() == about)
         };
@@ -186,11 +186,11 @@ impl Engine {
 
     fn order(&mut self, machine: &str, action: Action, now_ms: u64) {
         let lease = Duration::from_millis(self.config.policy.lease_ms);
-        let Some((socket, link)) = self.fleet.named(machine) else { return };
+        let Some((place, link)) = self.fleet.named(machine) else { return };
         if !link.view().undoes_itself
             && let Some(undo) = Undo::of(action)
         {
-            let entry = Entry { socket: socket.to_owned(), undo };
+            let entry = Entry { place: place.clone(), undo };
             if let Err(error) = self.watchdog.keep(&entry, now_ms) {
                 return self.problem("taking", format!("nothing is taken: {error}"));
             }
@@ -203,8 +203,9 @@ impl Engine {
     /// and what an earlier daemon has left is undone.
     fn watch(&mut self, now_ms: u64) {
         for entry in self.watchdog.entries() {
-            let link = self.fleet.behind(&entry.socket);
-            if link.map_or(!entry.socket.exists(), |link| link.view().is_undone(entry.undo)) {
+            let link = self.fleet.at(&entry.place);
+            let has_gone = || self.fleet.has_gone(&entry.place);
+            if link.map_or_else(has_gone, |link| link.view().is_undone(entry.undo)) {
                 self.watchdog.settle(&entry, now_ms);
             } else if let Some(link) = link.filter(|link| !self.is_wanted(&entry, &link.name)) {
                 link.order(entry.undo.action(), Duration::ZERO);
@@ -262,8 +263,8 @@ impl Engine {
         for machine in std::mem::take(&mut self.leases).into_keys() {
             self.order(&machine, released, 0);
         }
-        for Entry { socket, undo } in self.watchdog.entries() {
-            if let Some(link) = self.fleet.behind(&socket) {
+        for Entry { place, undo } in self.watchdog.entries() {
+            if let Some(link) = self.fleet.at(&place) {
                 link.order(undo.action(), Duration::ZERO);
             }
         }
@@ -316,7 +317,7 @@ impl Engine {
 
     fn status_of(&self, last: &Last, since_ms: u64) -> Status {
         let held: BTreeSet<&str> = self.state.held().collect();
-        let machines = self.fleet.links().map(|(socket, link)| {
+        let machines = self.fleet.links().map(|(place, link)| {
             let Link { name, .. } = link;
             let view = link.view();
             let machine = last.snapshot.machines.iter().find(|machine| machine.name == *name);
@@ -324,7 +325,7 @@ impl Engine {
                 name: name.clone(),
                 machine: machine.cloned(),
                 monitor: view.kind.map(|kind| kind.name().to_owned()),
-                socket: socket.display().to_string(),
+                socket: place.to_string(),
                 pid: view.pid(),
                 profile: self.config.policy.profile(name).0.to_owned(),
                 is_held: held.contains(name.as_str()),
@@ -382,7 +383,7 @@ impl Engine {
 
     /// The socket of a machine, if there is one of this name.
     pub fn socket(&self, machine: &str) -> Option<&Path> {
-        self.fleet.named(machine).map(|(socket, _)| socket)
+        self.fleet.named(machine).map(|(place, _)| place.socket.as_path())
     }
 
     /// Holds a machine or releases it. Returns its status, or `None` if there is none of this name:

@@ -13,8 +13,9 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 use crate::clock::now_ms;
+use crate::monitors::libvirt::Lister;
 use crate::monitors::process::{Process, Usage};
-use crate::monitors::{Kind, Monitor, Seen, Trouble, Undo};
+use crate::monitors::{Kind, Monitor, Place, Seen, Trouble, Undo};
 
 /// The most machines; more sockets are ignored.
 const MOST_MACHINES: usize = 10_000;
@@ -28,7 +29,9 @@ const MOST_ORDERS: usize = 4;
 /// All machines.
 #[derive(Debug, Default)]
 pub struct Fleet {
-    links: BTreeMap<PathBuf, Link>,
+    links: BTreeMap<Place, Link>,
+    /// Those who list the domains of libvirt, by sockets.
+    listers: BTreeMap<PathBuf, Lister>,
     rhythm: Rhythm,
 }
 
@@ -74,47 +77,84 @@ pub struct Rhythm {
 impl Fleet {
     /// Begins with machines whose sockets are new, and ends with those whose sockets have gone.
     /// Returns directories that cannot be read, with the reason.
-    pub fn discover(&mut self, folders: &[PathBuf], rhythm: Rhythm) -> Vec<(PathBuf, String)> {
+    pub fn discover(
+        &mut self,
+        folders: &[PathBuf],
+        libvirts: &[PathBuf],
+        rhythm: Rhythm,
+    ) -> Vec<(PathBuf, String)> {
         if self.rhythm != rhythm {
             self.links.clear();
             self.rhythm = rhythm;
         }
         let mut unreadable = Vec::new();
-        let mut found = Vec::new();
+        let mut found = BTreeMap::new();
         for folder in folders {
             match sockets(folder) {
-                Ok(sockets) => found.extend(sockets),
+                Ok(sockets) => {
+                    found.extend(sockets.iter().map(|path| (Place::of(path), name_of(path))));
+                }
                 Err(error) => {
                     unreadable.push((folder.clone(), error.to_string()));
                     // Not gone, but out of sight.
-                    let known = self.links.keys().filter(|path| path.parent() == Some(folder));
-                    found.extend(known.cloned());
+                    found.extend(
+                        self.known(|it| it.domain.is_none() && it.socket.parent() == Some(folder)),
+                    );
                 }
             }
         }
-        found.sort();
-        found.truncate(MOST_MACHINES);
-        self.links.retain(|path, _| found.binary_search(path).is_ok());
-        for path in found {
-            let new = |path: &PathBuf| Link::start(path, rhythm);
-            self.links.entry(path).or_insert_with_key(new);
+        self.listers.retain(|path, _| libvirts.contains(path));
+        for socket in libvirts {
+            let start = |path: &PathBuf| Lister::start(path.clone());
+            match self.listers.entry(socket.clone()).or_insert_with_key(start).listed() {
+                Some(Ok(domains)) => found.extend(domains.into_iter().map(|(domain, name)| {
+                    (Place { socket: socket.clone(), domain: Some(domain) }, name)
+                })),
+                other => {
+                    if let Some(Err(trouble)) = other {
+                        unreadable.push((socket.clone(), trouble.to_string()));
+                    }
+                    found.extend(self.known(|it| it.domain.is_some() && it.socket == *socket));
+                }
+            }
+        }
+        let found: BTreeMap<_, _> = found.into_iter().take(MOST_MACHINES).collect();
+        self.links.retain(|place, _| found.contains_key(place));
+        for (place, name) in found {
+            let new = |place: &Place| Link::start(place, name, rhythm);
+            self.links.entry(place).or_insert_with_key(new);
         }
         unreadable
     }
 
-    /// Its machines, by their sockets.
-    pub fn links(&self) -> impl Iterator<Item = (&Path, &Link)> {
-        self.links.iter().map(|(path, link)| (path.as_path(), link))
+    /// Machines that are known, and fulfil a condition, with their names.
+    fn known(&self, is_meant: impl Fn(&Place) -> bool) -> Vec<(Place, String)> {
+        let meant = self.links.iter().filter(|(place, _)| is_meant(place));
+        meant.map(|(place, link)| (place.clone(), link.name.clone())).collect()
     }
 
-    /// The machine of this name, and its socket: the first of several.
-    pub fn named(&self, name: &str) -> Option<(&Path, &Link)> {
+    /// Its machines, by their places.
+    pub fn links(&self) -> impl Iterator<Item = (&Place, &Link)> {
+        self.links.iter()
+    }
+
+    /// Whether a machine without a link has certainly ended.
+    pub fn has_gone(&self, place: &Place) -> bool {
+        let Some(domain) = &place.domain else { return !place.socket.exists() };
+        match self.listers.get(&place.socket).and_then(Lister::listed) {
+            Some(Ok(domains)) => domains.iter().all(|(listed, _)| listed != domain),
+            _ => false,
+        }
+    }
+
+    /// The machine of this name, and its place: the first of several.
+    pub fn named(&self, name: &str) -> Option<(&Place, &Link)> {
         self.links().find(|(_, link)| link.name == name)
     }
 
-    /// The machine behind a socket.
-    pub fn behind(&self, socket: &Path) -> Option<&Link> {
-        self.links.get(socket)
+    /// The machine at a place.
+    pub fn at(&self, place: &Place) -> Option<&Link> {
+        self.links.get(place)
     }
 }
 
@@ -135,11 +175,11 @@ fn name_of(path: &Path) -> String {
 }
 
 impl Link {
-    fn start(path: &Path, rhythm: Rhythm) -> Self {
+    fn start(place: &Place, name: String, rhythm: Rhythm) -> Self {
         let (orders, received) = mpsc::channel(MOST_ORDERS);
         let view = Arc::new(Mutex::new(View::default()));
-        let task = tokio::spawn(serve(path.to_owned(), rhythm, received, view.clone()));
-        Self { name: name_of(path), orders, view, task }
+        let task = tokio::spawn(serve(place.clone(), rhythm, received, view.clone()));
+        Self { name, orders, view, task }
     }
 
     /// Passes on an order. Without an answer to earlier ones it is dropped.
@@ -205,7 +245,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Speaks with one monitor, for ever.
 async fn serve(
-    path: PathBuf,
+    place: Place,
     rhythm: Rhythm,
     mut orders: mpsc::Receiver<Order>,
     view: Arc<Mutex<View>>,
@@ -213,7 +253,7 @@ async fn serve(
     let [first, longest] = AGAIN;
     let mut pause = first;
     loop {
-        let trouble = match within(Monitor::connect(&path)).await {
+        let trouble = match within(Monitor::at(&place)).await {
             Ok(monitor) => {
                 {
                     let mut view = lock(&view);
@@ -225,7 +265,7 @@ async fn serve(
             }
             Err(trouble) => trouble,
         };
-        tracing::debug!(?path, "{trouble}");
+        tracing::debug!(%place, "{trouble}");
         lock(&view).trouble = Some(trouble);
         tokio::time::sleep(pause).await;
         pause = longest.min(pause * 2);

@@ -1,8 +1,10 @@
-//! Body of the fuzz target of QMP: all that a hostile server can send. It also runs as an ordinary
-//! test.
+//! Bodies of the fuzz targets of QMP and of libvirt's protocol: all that a hostile server can send.
+//! They also run as ordinary tests.
 
 use serde_json::Value;
 
+use crate::monitors::libvirt::documents::{Stats, domains};
+use crate::monitors::libvirt::protocol::{Message as Frame, messages as frames};
 use crate::monitors::qemu::documents::{
     GuestStats, Moment, RunState, Sizes, balloon_among, is_migrating,
 };
@@ -12,7 +14,8 @@ use crate::monitors::qemu::protocol::{Message, messages};
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 1] = [("qmp_messages", qmp_messages)];
+pub const TARGETS: [Target; 2] =
+    [("qmp_messages", qmp_messages), ("libvirt_messages", libvirt_messages)];
 
 /// Reads messages, and each answer as every document.
 ///
@@ -41,6 +44,25 @@ pub fn qmp_messages(data: &[u8]) {
         let new = Moment::of(last_update, moment, real_s, now_ms);
         assert!(new.taken_ms.is_none_or(|taken_ms| taken_ms <= now_ms), "{new:?}");
         moment = Some(new);
+    }
+}
+
+/// Reads messages of libvirt, and each content as every document.
+///
+/// # Panics
+/// If a balloon is larger than its machine, or a UUID is not read as it was written.
+pub fn libvirt_messages(data: &[u8]) {
+    let contents = frames(data).into_iter().filter_map(|frame| match frame {
+        Frame::Reply { result: Ok(content), .. } => Some(content),
+        _ => None,
+    });
+    for content in contents.chain([data.to_vec()]) {
+        for named in domains(&content).unwrap_or_default() {
+            assert_eq!(named.domain().uuid_bytes(), Some(named.uuid));
+        }
+        if let Ok(Some(stats)) = Stats::read(&content) {
+            assert!(stats.inflated_bytes() <= stats.maximum_bytes, "{stats:?}");
+        }
     }
 }
 
@@ -81,6 +103,22 @@ mod tests {
             let at = at.index(data.len());
             data[at] = byte;
             qmp_messages(&data);
+        }
+
+        #[test]
+        fn nearly_right_replies(
+            mut content in prop::collection::vec(0..9_u8, 4..200),
+            at in any::<prop::sample::Index>(),
+        ) {
+            content[..3].fill(0);
+            let at = at.index(content.len());
+            content[at] = 0;
+            libvirt_messages(&content);
+            let length = (28 + content.len()) as u32;
+            let numbers = [length, 0x2000_8086, 1, 344, 1, 1, 0];
+            let mut data: Vec<u8> = numbers.into_iter().flat_map(u32::to_be_bytes).collect();
+            data.append(&mut content);
+            libvirt_messages(&data);
         }
     }
 }

@@ -17,7 +17,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 
 use serde::{Deserialize, Serialize};
 
-use crate::monitors::Undo;
+use crate::monitors::{Place, Undo};
 
 pub use process::main;
 
@@ -29,8 +29,9 @@ const SETTLED_MS: u64 = 10_000;
 /// One thing to undo.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Entry {
-    /// The monitor's socket.
-    pub socket: PathBuf,
+    /// Its machine.
+    #[serde(flatten)]
+    pub place: Place,
     /// What was done to its machine.
     pub undo: Undo,
 }
@@ -186,7 +187,7 @@ mod tests {
     use super::*;
 
     fn entry(name: &str) -> Entry {
-        Entry { socket: Path::new("/run").join(name), undo: Undo::Balloon }
+        Entry { place: Place::of(&Path::new("/run").join(name)), undo: Undo::Balloon }
     }
 
     fn watchdog(program: &str, directory: &Path) -> Watchdog {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ebb_host_policy::{Action, Balloon, Mean, Means};
 use ebbd::clock::now_ms;
-use ebbd::monitors::{Kind, Monitor, Seen, Trouble, Undo, undo};
+use ebbd::monitors::{Kind, Monitor, Place, Seen, Trouble, Undo, undo};
 use serde_json::json;
 
 use machine::{LIMIT, MIB, Machine};
@@ -116,7 +116,7 @@ async fn a_guest_of_qemu() {
     act(&mut monitor, PAUSE).await.unwrap();
     drop(monitor);
     for what in [Undo::Pause, Undo::Balloon] {
-        undo(&machine.socket(), what).await.unwrap();
+        undo(&Place::of(&machine.socket()), what).await.unwrap();
     }
     let mut monitor = machine.connect().await;
     let seen =
@@ -131,7 +131,7 @@ async fn a_guest_of_qemu() {
     assert!(!seen.means.has(Mean::Pause) && !seen.means.has(Mean::Balloon), "{seen:?}");
     assert!(is_refused(&act(&mut monitor, Action::Resume).await));
     drop(monitor);
-    assert!(is_refused(&undo(&machine.socket(), Undo::Pause).await));
+    assert!(is_refused(&undo(&Place::of(&machine.socket()), Undo::Pause).await));
     let status = machine.tell(&json!({ "execute": "query-status" }));
     assert_eq!(status["return"]["running"], false, "{status}");
 }

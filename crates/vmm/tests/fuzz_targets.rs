@@ -43,6 +43,7 @@ mod fuzz_targets {
     pub mod fork_requests;
     pub mod host_decisions;
     pub mod kernel_image;
+    pub mod libvirt_messages;
     pub mod migration_garbage;
     pub mod migration_receiver;
     pub mod migration_records;
@@ -76,7 +77,7 @@ macro_rules! targets {
 type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-const TARGETS: [Target; 42] = targets![
+const TARGETS: [Target; 43] = targets![
     api_descriptors,
     api_request,
     balloon_config,
@@ -99,6 +100,7 @@ const TARGETS: [Target; 42] = targets![
     fork_requests,
     host_decisions,
     kernel_image,
+    libvirt_messages,
     migration_garbage,
     migration_receiver,
     migration_records,

@@ -8,10 +8,12 @@ pub mod ebb;
 pub mod firecracker;
 mod foreign;
 mod http;
+pub mod libvirt;
 pub mod process;
 pub mod qemu;
 
-use std::path::Path;
+use std::fmt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,8 +27,35 @@ use ebb::Ebb;
 use firecracker::Firecracker;
 use foreign::Foreign as _;
 use http::Http;
+use libvirt::Libvirt;
+use libvirt::documents::Domain;
 use process::Process;
 use qemu::Qemu;
+
+/// Where a machine is found.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Place {
+    /// The socket of its monitor, or of libvirt.
+    pub socket: PathBuf,
+    /// Which of the domains behind the socket, if that is libvirt's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub domain: Option<Domain>,
+}
+
+impl Place {
+    /// That of the only machine behind a socket.
+    pub fn of(socket: &Path) -> Self {
+        Self { socket: socket.to_owned(), domain: None }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}", self.socket.display())?;
+        let Some(domain) = &self.domain else { return Ok(()) };
+        write!(formatter, "#{}", domain.uuid)
+    }
+}
 
 /// What a monitor says about its machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,6 +103,8 @@ pub enum Kind {
     Firecracker,
     /// Cloud Hypervisor.
     CloudHypervisor,
+    /// libvirt.
+    Libvirt,
 }
 
 impl Kind {
@@ -84,6 +115,7 @@ impl Kind {
             Self::Qemu => "qemu",
             Self::Firecracker => "firecracker",
             Self::CloudHypervisor => "cloud-hypervisor",
+            Self::Libvirt => "libvirt",
         }
     }
 }
@@ -99,6 +131,8 @@ pub enum Monitor {
     Firecracker(Firecracker),
     /// Cloud Hypervisor.
     CloudHypervisor(CloudHypervisor),
+    /// A domain of libvirt.
+    Libvirt(Libvirt),
 }
 
 /// The longest answer that is read, in bytes.
@@ -107,6 +141,16 @@ pub(crate) const MOST_BYTES: usize = 1 << 20;
 pub(crate) const MOST_REPEATED: usize = 200;
 
 impl Monitor {
+    /// Connects with the monitor of a machine.
+    ///
+    /// # Errors
+    /// [`Trouble`], also if the domain of libvirt has ended.
+    pub async fn at(place: &Place) -> Result<Self, Trouble> {
+        let Some(domain) = &place.domain else { return Self::connect(&place.socket).await };
+        let libvirt = Libvirt::connect(&place.socket, domain).await?;
+        libvirt.map(Self::Libvirt).ok_or_else(|| Trouble::Gone("the domain has ended".to_owned()))
+    }
+
     /// Connects with the monitor behind a socket, whatever it is.
     ///
     /// # Errors
@@ -144,6 +188,7 @@ impl Monitor {
             Self::Qemu(_) => Kind::Qemu,
             Self::Firecracker(_) => Kind::Firecracker,
             Self::CloudHypervisor(_) => Kind::CloudHypervisor,
+            Self::Libvirt(_) => Kind::Libvirt,
         }
     }
 
@@ -154,6 +199,7 @@ impl Monitor {
             Self::Qemu(qemu) => qemu.process(),
             Self::Firecracker(firecracker) => firecracker.process(),
             Self::CloudHypervisor(cloud) => cloud.process(),
+            Self::Libvirt(libvirt) => libvirt.process(),
         }
     }
 
@@ -162,7 +208,9 @@ impl Monitor {
     pub fn undoes_itself(&self) -> bool {
         match self {
             Self::Ebb(_) => true,
-            Self::Qemu(_) | Self::Firecracker(_) | Self::CloudHypervisor(_) => false,
+            Self::Qemu(_) | Self::Firecracker(_) | Self::CloudHypervisor(_) | Self::Libvirt(_) => {
+                false
+            }
         }
     }
 
@@ -177,6 +225,7 @@ impl Monitor {
             Self::Qemu(qemu) => qemu.look(now_ms).await,
             Self::Firecracker(firecracker) => firecracker.look(now_ms).await,
             Self::CloudHypervisor(cloud) => cloud.look().await,
+            Self::Libvirt(libvirt) => libvirt.look(now_ms).await,
         }
     }
 
@@ -192,6 +241,7 @@ impl Monitor {
             Self::Qemu(qemu) => qemu.act(action).await,
             Self::Firecracker(firecracker) => firecracker.act(action).await,
             Self::CloudHypervisor(cloud) => cloud.act(action).await,
+            Self::Libvirt(libvirt) => libvirt.act(action).await,
         }
     }
 }
@@ -225,12 +275,20 @@ impl Undo {
     }
 }
 
-/// Undoes what was done to the machine behind a socket, by this process or another one.
+/// Undoes what was done to a machine, by this process or another one. A domain of libvirt that has
+/// ended needs nothing.
 ///
 /// # Errors
 /// [`Trouble`]. It may be tried again: a monitor may take a moment to see that a client has left.
-pub async fn undo(path: &Path, undo: Undo) -> Result<(), Trouble> {
-    Monitor::connect(path).await?.act(undo.action(), Duration::ZERO).await
+pub async fn undo(place: &Place, what: Undo) -> Result<(), Trouble> {
+    let mut monitor = match &place.domain {
+        None => Monitor::connect(&place.socket).await?,
+        Some(domain) => match Libvirt::connect(&place.socket, domain).await? {
+            Some(libvirt) => Monitor::Libvirt(libvirt),
+            None => return Ok(()),
+        },
+    };
+    monitor.act(what.action(), Duration::ZERO).await
 }
 
 /// Connects with a socket, and finds the process behind it.

@@ -67,8 +67,7 @@ async fn watch() -> usize {
             let _ = pidfd_send_signal(daemon, Signal::KILL);
         }
     }
-    let tasks: Vec<_> =
-        entries.into_iter().map(|entry| tokio::spawn(undo_at_last(entry))).collect();
+    let tasks: Vec<_> = entries.into_iter().map(|entry| tokio::spawn(undo_last(entry))).collect();
     let mut left = 0;
     for task in tasks {
         left += usize::from(!task.await.unwrap_or(false));
@@ -86,19 +85,19 @@ async fn next(lines: &mut Lines<BufReader<Receiver>>) -> Option<Line> {
     }
 }
 
-async fn undo_at_last(entry: Entry) -> bool {
+async fn undo_last(entry: Entry) -> bool {
     for attempt in 1..=ATTEMPTS {
-        let problem = match timeout(ATTEMPT_LIMIT, undo(&entry.socket, entry.undo)).await {
+        let problem = match timeout(ATTEMPT_LIMIT, undo(&entry.place, entry.undo)).await {
             Ok(Ok(())) => return true,
             Ok(Err(trouble)) => trouble.to_string(),
             Err(_) => format!("no answer within {ATTEMPT_LIMIT:?}"),
         };
         // A machine that has ended needs nothing.
-        if !entry.socket.exists() {
+        if entry.place.domain.is_none() && !entry.place.socket.exists() {
             return true;
         }
         if attempt == 1 || attempt == ATTEMPTS {
-            eprintln!("ebbd watchdog: {}: {problem}", entry.socket.display());
+            eprintln!("ebbd watchdog: {}: {problem}", entry.place);
         }
         sleep(PAUSE).await;
     }

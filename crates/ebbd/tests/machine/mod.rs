@@ -81,7 +81,7 @@ impl Drop for Machine {
 }
 
 /// The guest's file system: busybox and the modules of the balloon.
-fn initramfs(kernel: &Kernel) -> Vec<u8> {
+pub fn initramfs(kernel: &Kernel) -> Vec<u8> {
     let index = ModuleIndex::read(&kernel.modules).unwrap();
     let mut archive = Archive::new(Vec::new());
     add_skeleton(&mut archive).unwrap();
