@@ -20,6 +20,9 @@ pub struct Config {
     /// A cgroup that all machines are in, if its limit is below the host's memory: a directory of
     /// /sys/fs/cgroup.
     pub cgroup: Option<PathBuf>,
+    /// Where snapshots of machines that are stopped are written, a directory; without one, none is
+    /// stopped.
+    pub snapshots: Option<PathBuf>,
     /// How often machines are asked and a decision is made, in milliseconds.
     pub interval_ms: u64,
     /// What is decided.
@@ -35,6 +38,7 @@ impl Default for Config {
             machines: vec!["/run/ebb/machines".into()],
             libvirt: Vec::new(),
             cgroup: None,
+            snapshots: None,
             interval_ms: 1000,
             policy: Settings::default(),
             ksm: KsmSettings::default(),
@@ -90,7 +94,8 @@ impl Config {
             let interval = self.interval_ms;
             return Err(format!("interval_ms is {interval}; give one from 100 to 60000"));
         }
-        let paths = self.machines.iter().chain(&self.libvirt).chain(&self.cgroup);
+        let paths =
+            self.machines.iter().chain(&self.libvirt).chain(&self.cgroup).chain(&self.snapshots);
         if let Some(path) = paths.into_iter().find(|path| !path.is_absolute()) {
             return Err(format!(
                 "{} is not an absolute path; begin it with a slash",

@@ -14,7 +14,7 @@ use ebb_page_merge::kernel::SYSFS;
 
 use crate::admission::{Admissions, KEPT_MS, Ticket};
 use crate::config::{Config, ConfigError};
-use crate::fleet::{Fleet, Link, Rhythm, View};
+use crate::fleet::{Fleet, Link, Terms, View};
 use crate::host::{Source, Unreadable};
 use crate::ksm::{self, KsmSettings};
 use crate::monitors::Undo;
@@ -142,12 +142,13 @@ impl Engine {
     }
 
     fn discover(&mut self) {
-        let rhythm = Rhythm {
+        let terms = Terms {
             interval: Duration::from_millis(self.config.interval_ms),
             // Two of three answers may be late.
             fresh_ms: self.config.policy.stale_ms / 3,
+            snapshots: self.config.snapshots.clone(),
         };
-        let unreadable = self.fleet.discover(&self.config.machines, &self.config.libvirt, rhythm);
+        let unreadable = self.fleet.discover(&self.config.machines, &self.config.libvirt, &terms);
         let is_still = |about: &str| {
             unreadable.iter().any(|(folder, _)| folder.display().to_string() == about)
         };
@@ -187,7 +188,8 @@ impl Engine {
     fn order(&mut self, machine: &str, action: Action, now_ms: u64) {
         let lease = Duration::from_millis(self.config.policy.lease_ms);
         let Some((place, link)) = self.fleet.named(machine) else { return };
-        if !link.view().undoes_itself
+        // No monitor undoes a stop by itself.
+        if (!link.view().undoes_itself || action == Action::Stop)
             && let Some(undo) = Undo::of(action)
         {
             let entry = Entry { place: place.clone(), undo };
@@ -207,7 +209,7 @@ impl Engine {
             let has_gone = || self.fleet.has_gone(&entry.place);
             if link.map_or_else(has_gone, |link| link.view().is_undone(entry.undo)) {
                 self.watchdog.settle(&entry, now_ms);
-            } else if let Some(link) = link.filter(|link| !self.is_wanted(&entry, &link.name)) {
+            } else if let Some(link) = link.filter(|link| !self.is_wanted(&entry, link)) {
                 link.order(entry.undo.action(), Duration::ZERO);
             }
         }
@@ -219,9 +221,10 @@ impl Engine {
 
     /// Whether what was done is to last: not what an earlier daemon has left, and no pause that was
     /// to end, but whose end a monitor has missed.
-    fn is_wanted(&self, entry: &Entry, machine: &str) -> bool {
-        let why = self.last.as_ref().and_then(|last| last.explanations.get(machine));
-        !self.watchdog.is_inherited(entry) && lasts(entry.undo, why.map(|why| &why.rule))
+    fn is_wanted(&self, entry: &Entry, link: &Link) -> bool {
+        let why = self.last.as_ref().and_then(|last| last.explanations.get(&link.name));
+        let is_to_last = link.view().is_stopping || lasts(entry.undo, why.map(|why| &why.rule));
+        !self.watchdog.is_inherited(entry) && is_to_last
     }
 
     fn lease(&mut self, machine: &str, target_bytes: u64, renewed_ms: u64) {

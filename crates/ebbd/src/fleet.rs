@@ -32,7 +32,7 @@ pub struct Fleet {
     links: BTreeMap<Place, Link>,
     /// Those who list the domains of libvirt, by sockets.
     listers: BTreeMap<PathBuf, Lister>,
-    rhythm: Rhythm,
+    terms: Terms,
 }
 
 /// One machine: the task that speaks with its monitor, and what that has seen.
@@ -63,15 +63,19 @@ pub struct View {
     pub trouble: Option<Trouble>,
     /// Whether it undoes by itself what is leased.
     pub undoes_itself: bool,
+    /// Whether it stands still because it is being stopped.
+    pub is_stopping: bool,
 }
 
-/// How machines are asked.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Rhythm {
+/// How machines are dealt with.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Terms {
     /// Pause between two questions.
     pub interval: Duration,
     /// Guests are asked for statistics when the old ones have this age, in milliseconds.
     pub fresh_ms: u64,
+    /// Where snapshots of stopped machines are written; `None`: no machine is stopped.
+    pub snapshots: Option<PathBuf>,
 }
 
 impl Fleet {
@@ -81,11 +85,11 @@ impl Fleet {
         &mut self,
         folders: &[PathBuf],
         libvirts: &[PathBuf],
-        rhythm: Rhythm,
+        terms: &Terms,
     ) -> Vec<(PathBuf, String)> {
-        if self.rhythm != rhythm {
+        if self.terms != *terms {
             self.links.clear();
-            self.rhythm = rhythm;
+            self.terms = terms.clone();
         }
         let mut unreadable = Vec::new();
         let mut found = BTreeMap::new();
@@ -121,7 +125,7 @@ impl Fleet {
         let found: BTreeMap<_, _> = found.into_iter().take(MOST_MACHINES).collect();
         self.links.retain(|place, _| found.contains_key(place));
         for (place, name) in found {
-            let new = |place: &Place| Link::start(place, name, rhythm);
+            let new = |place: &Place| Link::start(place, name, terms.clone());
             self.links.entry(place).or_insert_with_key(new);
         }
         unreadable
@@ -175,10 +179,10 @@ fn name_of(path: &Path) -> String {
 }
 
 impl Link {
-    fn start(place: &Place, name: String, rhythm: Rhythm) -> Self {
+    fn start(place: &Place, name: String, terms: Terms) -> Self {
         let (orders, received) = mpsc::channel(MOST_ORDERS);
         let view = Arc::new(Mutex::new(View::default()));
-        let task = tokio::spawn(serve(place.clone(), rhythm, received, view.clone()));
+        let task = tokio::spawn(serve(place.clone(), terms, received, view.clone()));
         Self { name, orders, view, task }
     }
 
@@ -246,7 +250,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Speaks with one monitor, for ever.
 async fn serve(
     place: Place,
-    rhythm: Rhythm,
+    terms: Terms,
     mut orders: mpsc::Receiver<Order>,
     view: Arc<Mutex<View>>,
 ) {
@@ -254,14 +258,17 @@ async fn serve(
     let mut pause = first;
     loop {
         let trouble = match within(Monitor::at(&place)).await {
-            Ok(monitor) => {
+            Ok(mut monitor) => {
                 {
                     let mut view = lock(&view);
                     (view.kind, view.process) = (Some(monitor.kind()), Some(monitor.process()));
                     view.undoes_itself = monitor.undoes_itself();
                 }
                 pause = first;
-                converse(monitor, rhythm, &mut orders, &view).await
+                if let Some(directory) = &terms.snapshots {
+                    monitor.keep_in(directory);
+                }
+                converse(monitor, &terms, &mut orders, &view).await
             }
             Err(trouble) => trouble,
         };
@@ -277,22 +284,23 @@ async fn serve(
 /// Looks at a machine regularly, and carries orders out. Returns why it ended.
 async fn converse(
     mut monitor: Monitor,
-    rhythm: Rhythm,
+    terms: &Terms,
     orders: &mut mpsc::Receiver<Order>,
     view: &Mutex<View>,
 ) -> Trouble {
     loop {
-        match within(monitor.look(now_ms(), rhythm.fresh_ms)).await {
+        match within(monitor.look(now_ms(), terms.fresh_ms)).await {
             Ok(seen) => {
                 let mut view = lock(view);
                 (view.seen, view.trouble) = (Some(seen), None);
+                view.is_stopping = monitor.is_stopping();
             }
             Err(trouble) => return trouble,
         }
         // Orders are followed by a look, which shows what they have led to.
         let order = tokio::select! {
             order = orders.recv() => order,
-            () = tokio::time::sleep(rhythm.interval) => continue,
+            () = tokio::time::sleep(terms.interval) => continue,
         };
         let Some(Order { action, lease }) = order else {
             return Trouble::Gone("no longer wanted".to_owned());

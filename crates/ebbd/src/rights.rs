@@ -31,6 +31,11 @@ impl User {
         Ok(Self { id: stream.peer_cred()?.uid() })
     }
 
+    /// The user with this number.
+    pub fn of(id: u32) -> Self {
+        Self { id }
+    }
+
     /// Whether it is root, or runs this daemon.
     pub fn is_operator(self) -> bool {
         self.id == 0 || self.id == rustix::process::geteuid().as_raw()

@@ -19,6 +19,7 @@ use serde_json::{Value, json};
 use crate::firecracker::{boot_args, document, done, serve};
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, eventually, when};
+use crate::saved::Restore;
 use crate::setup::Setup;
 
 /// The tests.
@@ -28,6 +29,7 @@ pub const TESTS: &[Test] = &[
     Test::new("host::bad_monitors", 240, bad_monitors),
     Test::new("host::peaks_follow_each_other", 300, peaks_follow_each_other),
     Test::new("host::firecracker_s_api", 300, firecracker_s_api),
+    Test::new("host::parked_machines_are_stopped", 300, parked_machines_are_stopped),
     Test::new("host::settings_of_ksm", 120, settings_of_ksm).merging(),
 ];
 
@@ -59,8 +61,11 @@ impl<'a> Daemon<'a> {
 
     fn configure(scene: &Scene, policy: &str) {
         let folder = folder(scene);
-        let folder = folder.display();
-        let text = format!("machines = [\"{folder}\"]\ninterval_ms = 500\n[policy]\n{policy}");
+        let (folder, snapshots) = (folder.display(), scene.path("snapshots"));
+        let text = format!(
+            "machines = [\"{folder}\"]\nsnapshots = \"{}\"\ninterval_ms = 500\n[policy]\n{policy}",
+            snapshots.display()
+        );
         fs::write(scene.path("ebbd.toml"), text).unwrap();
     }
 
@@ -524,4 +529,43 @@ fn settings_of_ksm(scene: &Scene) {
     has(1, 800).unwrap();
     assert_eq!(daemon.end(Signal::TERM), Some(0));
     has(0, 100).unwrap();
+}
+
+/// Machines that are not in use are kept in files when the host is pressed. One whose snapshot
+/// cannot be written goes on.
+fn parked_machines_are_stopped(scene: &Scene) {
+    // What cheaper means take is not enough.
+    let policy = format!(
+        "{PRESSED}machines = {{ \"old-*\" = \"old\" }}\n\
+         [policy.profiles.old]\nclass = \"parked\"\nfloor_bytes = 536870912\n"
+    );
+    let mut guest = machine(scene, "old-1");
+    guest.write_file("/tmp/note", "kept");
+    // There is no such directory.
+    let mut daemon = Daemon::start(scene, &policy);
+    eventually("it is to be stopped", 60, || {
+        let log = fs::read_to_string(scene.path("ebbd.log")).unwrap();
+        when(log.contains("old-1\" action=Stop") && log.contains("No such file"), || log)
+    });
+    assert!(guest.is_running());
+    eventually("it goes on", 20, || {
+        let state = guest.vm().state;
+        when(state == VmState::Running, || format!("{state:?}"))
+    });
+    assert_eq!(daemon.end(Signal::TERM), Some(0));
+    fs::create_dir(scene.path("snapshots")).unwrap();
+    let daemon = Daemon::start(scene, &policy);
+    let (code, log) = guest.wait_end();
+    assert_eq!(code, Some(7), "{log}");
+    let file = scene.path("snapshots/old-1.snapshot");
+    eventually("the machine has gone", 20, || {
+        let status = daemon.json(&["status"]);
+        when(status["machines"].as_array().unwrap().is_empty(), || status.to_string())
+    });
+    let names: Vec<_> = fs::read_dir(scene.path("snapshots")).unwrap().collect();
+    assert_eq!(names.len(), 1, "{names:?}");
+    drop(daemon);
+    let restored = Restore::new(scene, &file).args(["--verify"]).start();
+    assert_eq!(restored.read_file("/tmp/note"), "kept");
+    assert_eq!(restored.wrong_pages(), 0);
 }

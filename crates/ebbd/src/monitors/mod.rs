@@ -214,6 +214,19 @@ impl Monitor {
         }
     }
 
+    /// Machines can be stopped, with their snapshots in this directory, as far as their monitors
+    /// can do that.
+    pub fn keep_in(&mut self, directory: &Path) {
+        if let Self::Ebb(ebb) = self {
+            ebb.keep_in(directory);
+        }
+    }
+
+    /// Whether its machine is being stopped: it stands still then.
+    pub fn is_stopping(&self) -> bool {
+        matches!(self, Self::Ebb(ebb) if ebb.is_stopping())
+    }
+
     /// Asks for the machine's state. `now_ms` is the snapshot's clock; the guest is asked for
     /// statistics when those that are there are older than `fresh_ms`.
     ///
@@ -261,7 +274,8 @@ impl Undo {
     pub fn of(action: Action) -> Option<Self> {
         match action {
             Action::Balloon { target_bytes } if target_bytes > 0 => Some(Self::Balloon),
-            Action::Pause { .. } => Some(Self::Pause),
+            // A stop begins with a pause.
+            Action::Pause { .. } | Action::Stop => Some(Self::Pause),
             _ => None,
         }
     }

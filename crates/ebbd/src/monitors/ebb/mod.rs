@@ -1,17 +1,21 @@
 //! Ebb's monitors, over their API (docs/openapi.json).
 //!
 //! A balloon and a pause get leases there: the monitor undoes them itself when they are not
-//! renewed. What takes time (`park`, `trim`, `reclaim`) has a connection of its own.
+//! renewed. What takes time (`park`, `trim`, `reclaim`, a stop) has a connection of its own.
+
+mod stop;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ebb_host_policy::{Action, Balloon, Mean, Statistics};
 use hyper::Method;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
+
+use stop::Stop;
 
 use super::http::Http;
 use super::process::Process;
@@ -21,6 +25,10 @@ use super::{Seen, Trouble};
 const RARELY: u64 = 5;
 /// The longest time of a trim, a park or a reclaim.
 const JOB_LIMIT: Duration = Duration::from_secs(60);
+/// The longest time of a stop, which writes the machine's memory to a disk.
+const STOP_LIMIT: Duration = Duration::from_secs(900);
+/// After a stop, another one is not tried for this time.
+const STOP_AGAIN: Duration = Duration::from_secs(600);
 
 /// A connection with a monitor of this project.
 #[derive(Debug)]
@@ -32,6 +40,9 @@ pub struct Ebb {
     machine: Machine,
     statistics: Option<Statistics>,
     job: Option<JoinHandle<()>>,
+    stop: Option<Stop>,
+    /// When it was stopped last, which has failed if it is still there.
+    stopped: Option<Instant>,
 }
 
 /// The part of `GET /vm` that is used.
@@ -83,11 +94,34 @@ impl Ebb {
     /// Uses a connection with the monitor behind the socket `path`.
     pub(super) fn new(http: Http, path: &Path) -> Self {
         let (path, machine) = (path.to_owned(), Machine::default());
-        Self { http, path, looks: 0, machine, statistics: None, job: None }
+        Self {
+            http,
+            path,
+            looks: 0,
+            machine,
+            statistics: None,
+            job: None,
+            stop: None,
+            stopped: None,
+        }
     }
 
     pub(super) fn process(&self) -> Arc<Process> {
         self.http.process()
+    }
+
+    /// Machines can be stopped, with their snapshots in this directory.
+    pub(super) fn keep_in(&mut self, directory: &Path) {
+        self.stop = Stop::new(&self.path, directory);
+    }
+
+    /// Whether it is being stopped.
+    pub(super) fn is_stopping(&self) -> bool {
+        self.stopped.is_some() && self.is_busy()
+    }
+
+    fn is_busy(&self) -> bool {
+        self.job.as_ref().is_some_and(|job| !job.is_finished())
     }
 
     pub(super) async fn look(&mut self, now_ms: u64, fresh_ms: u64) -> Result<Seen, Trouble> {
@@ -114,6 +148,9 @@ impl Ebb {
         }
         if has("page_reporting") {
             means.push(Mean::Reporting);
+        }
+        if self.stop.is_some() && self.stopped.is_none_or(|at| at.elapsed() >= STOP_AGAIN) {
+            means.push(Mean::Stop);
         }
         if has("host_requests") {
             means.push(Mean::Reclaim);
@@ -173,11 +210,14 @@ impl Ebb {
                 ("/balloon", json!({ "target_bytes": target_bytes, "lease_ms": lease_ms }))
             }
             Action::Pause { for_ms } => ("/vm/pause", json!({ "lease_ms": for_ms })),
+            Action::Resume if self.is_stopping() => {
+                return Err(Trouble::Refused("it is being stopped".to_owned()));
+            }
             Action::Resume => ("/vm/resume", Value::Null),
             Action::Reclaim => return self.start("/balloon/reclaim", &Value::Null),
             Action::Trim => return self.start("/vm/trim", &Value::Null),
             Action::Park => return self.start("/vm/park", &json!({ "timeout_ms": 30_000 })),
-            Action::Stop => return Err(Trouble::Unable),
+            Action::Stop => return self.stop(),
         };
         let body = (!body.is_null()).then_some(&body);
         let answer = self.http.ask(Method::PUT, target, body).await?;
@@ -186,22 +226,39 @@ impl Ebb {
         answer.accepted()
     }
 
-    /// Begins what takes time; one job at a time.
+    /// Begins a request that takes time.
     fn start(&mut self, target: &'static str, body: &Value) -> Result<(), Trouble> {
-        if self.job.as_ref().is_some_and(|job| !job.is_finished()) {
+        let (path, body) = (self.path.clone(), body.clone());
+        self.begin(JOB_LIMIT, async move {
+            let mut http = Http::connect(&path).await?;
+            let body = (!body.is_null()).then_some(&body);
+            http.ask(Method::PUT, target, body).await?.accepted()
+        })
+    }
+
+    fn stop(&mut self) -> Result<(), Trouble> {
+        let stop = self.stop.clone().ok_or(Trouble::Unable)?;
+        let size_bytes = self.machine.memory_bytes;
+        self.begin(STOP_LIMIT, async move { stop.run(size_bytes).await })?;
+        self.stopped = Some(Instant::now());
+        Ok(())
+    }
+
+    /// Begins a job; one at a time.
+    fn begin(
+        &mut self,
+        limit: Duration,
+        job: impl Future<Output = Result<(), Trouble>> + Send + 'static,
+    ) -> Result<(), Trouble> {
+        if self.is_busy() {
             return Err(Trouble::Refused("an earlier job has not ended".to_owned()));
         }
-        let (path, body) = (self.path.clone(), body.clone());
+        let path = self.path.clone();
         self.job = Some(tokio::spawn(async move {
-            let job = async {
-                let mut http = Http::connect(&path).await?;
-                let body = (!body.is_null()).then_some(&body);
-                http.ask(Method::PUT, target, body).await?.accepted()
-            };
-            match tokio::time::timeout(JOB_LIMIT, job).await {
+            match tokio::time::timeout(limit, job).await {
                 Ok(Ok(())) => {}
-                Ok(Err(trouble)) => tracing::debug!(?path, target, "{trouble}"),
-                Err(_) => tracing::debug!(?path, target, "no answer within {JOB_LIMIT:?}"),
+                Ok(Err(trouble)) => tracing::info!(?path, "{trouble}"),
+                Err(_) => tracing::info!(?path, "no answer within {limit:?}"),
             }
         }));
         Ok(())
