@@ -18,5 +18,6 @@ pub mod fuzzing;
 pub mod host;
 pub mod monitors;
 pub mod program;
+mod service;
 pub mod store;
 pub mod watchdog;
