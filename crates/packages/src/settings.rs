@@ -66,9 +66,12 @@ mod tests {
 
     /// The file with its values in force.
     fn in_force() -> String {
-        let value = |line: &str| line.strip_prefix('#').filter(|rest| !rest.starts_with(' '));
-        let lines = FILE.lines().map(|line| value(line).map_or(line, |rest| rest).to_owned());
-        lines.collect::<Vec<_>>().join("\n")
+        let is_text = |rest: &str| rest.starts_with(' ');
+        let value = FILE.lines().map(|line| match line.strip_prefix('#') {
+            Some(rest) if !is_text(rest) => rest,
+            _ => line,
+        });
+        value.collect::<Vec<_>>().join("\n")
     }
 
     #[test]
