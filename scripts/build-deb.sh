@@ -5,9 +5,9 @@
 #
 #   scripts/build-deb.sh PROGRAMS OUTPUT [VERSION]
 #
-# PROGRAMS is a directory with ebb, ebbd, ebb-guest-agent and ebb-packages, OUTPUT one for the packages.
-# VERSION is that of Cargo.toml by default. The same commit and programs make the same packages:
-# their files have the date of the commit (or SOURCE_DATE_EPOCH).
+# PROGRAMS is a directory with ebb, ebbd, ebb-guest-agent and ebb-packages, OUTPUT one for the
+# packages. VERSION is that of Cargo.toml by default. The same commit and programs make the same
+# packages: their files have the date of the commit (or SOURCE_DATE_EPOCH).
 set -eu
 
 [ $# -ge 2 ] && [ $# -le 3 ] || { echo "usage: $0 PROGRAMS OUTPUT [VERSION]" >&2; exit 2; }

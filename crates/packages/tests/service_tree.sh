@@ -19,11 +19,8 @@ cp "$(dirname "$0")"/service/* "$tree/service"
 ln -s /service/ebb-test.service "$tree/etc/systemd/system/ebb-test.service"
 echo host >"$tree/etc/hostname"
 
-# A root file system in memory of its own: systemd's name spaces need one that can be left, and the
-# initial one cannot.
 archive=$(mktemp -d)
 mount -t tmpfs archive "$archive"
-mkdir -p "$archive/root"
 for mount in "$tree"/dev/*; do umount "$mount" 2>/dev/null || true; done
 umount "$tree/proc"
 (cd "$tree" && find . -path ./tmp/\* -prune -o -print | cpio --quiet -o -H newc) \
