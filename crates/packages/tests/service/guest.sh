@@ -27,10 +27,12 @@ same() { [ "$(main_process)" = "$1" ] && is_active || fail "$2: not the same pro
 
 # A process of the service that behaves as its second process does.
 second_process() {
-    rm -f /tmp/undone
-    sh -c 'trap "" TERM HUP ABRT INT; until [ -e /tmp/go-on ]; do sleep 0.1; done
+    rm -f /tmp/undone /tmp/ready
+    sh -c 'trap "" TERM HUP ABRT INT; touch /tmp/ready; until [ -e /tmp/go-on ]; do sleep 0.1; done
         systemctl show -P MainPID ebbd >/tmp/undone' &
     echo $! >/sys/fs/cgroup/system.slice/ebbd.service/cgroup.procs
+    # Before that, it does not ignore signals.
+    eventually test -e /tmp/ready
 }
 
 check install
