@@ -37,7 +37,8 @@ help:
 	@echo '             up to 16 vCPUs; the first run compiles a kernel (ten minutes)'
 	@echo 'make build   the release programs in $(PROGRAMS):'
 	@echo '             ebb, ebbd, ebb-lab, ebb-agent, ebb-guest-agent; and the module'
-	@echo 'make deb     the Debian packages ebb, ebb-guest-agent and ebb-balloon-dkms, in target/deb'
+	@echo 'make deb     the Debian packages ebb, ebbd, ebb-guest-agent and ebb-balloon-dkms, in'
+	@echo '             target/deb'
 	@echo 'make module  the balloon driver for guests and its trackers:'
 	@echo '             target/ebb_balloon/RELEASE/ebb_balloon.ko and ebb_trackers.ko'
 	@echo '             (MODULE_KERNEL=RELEASE)'
@@ -58,7 +59,7 @@ build: module
 
 # Only on Debian. The version is that of Cargo.toml.
 deb:
-	$(CARGO) build --release --locked -p ebb -p ebb-guest-agent -p ebb-packages
+	$(CARGO) build --release --locked -p ebb -p ebbd -p ebb-guest-agent -p ebb-packages
 	scripts/build-deb.sh $(PROGRAMS) target/deb
 
 # Runs a separate make, because `deps` may have installed the kernel after this file was read. The

@@ -1,13 +1,13 @@
 #!/bin/sh
-# Builds the Debian packages: ebb and ebb-guest-agent from compiled programs (`make deb` compiles
-# them first), ebb-balloon-dkms from the sources of the guest's modules. What a package contains is
-# in crates/packages/debian.
+# Builds the Debian packages: ebb, ebbd and ebb-guest-agent from compiled programs (`make deb`
+# compiles them first), ebb-balloon-dkms from the sources of the guest's modules. What a package
+# contains is in crates/packages/debian.
 #
 #   scripts/build-deb.sh PROGRAMS OUTPUT [VERSION]
 #
-# PROGRAMS is a directory with ebb, ebb-guest-agent and ebb-packages, OUTPUT one for the packages.
-# VERSION is that of Cargo.toml by default. The same commit and programs make the same packages:
-# their files have the date of the commit (or SOURCE_DATE_EPOCH).
+# PROGRAMS is a directory with ebb, ebbd, ebb-guest-agent and ebb-packages, OUTPUT one for the
+# packages. VERSION is that of Cargo.toml by default. The same commit and programs make the same
+# packages: their files have the date of the commit (or SOURCE_DATE_EPOCH).
 set -eu
 
 [ $# -ge 2 ] && [ $# -le 3 ] || { echo "usage: $0 PROGRAMS OUTPUT [VERSION]" >&2; exit 2; }
@@ -28,8 +28,13 @@ cp docs/*.md docs/openapi.json "$stage/docs"
 cp guest/exec/ebb-guest-agent.service "$stage/debian"
 driver=guest/linux/ebb_balloon
 cp --parents "$driver/Kbuild" "$driver"/*.[ch] "$driver/README.md" "$stage"
-cp "$programs/ebb" "$programs/ebb-guest-agent" "$stage/bin"
+cp "$programs/ebb" "$programs/ebbd" "$programs/ebb-guest-agent" "$stage/bin"
 "$programs/ebb-packages" "$stage"
+dashboard=crates/ebbd/dashboard.json
+if [ -e "$dashboard" ]; then
+    cp "$dashboard" "$stage/grafana-dashboard.json"
+    echo grafana-dashboard.json >>"$stage/debian/ebbd.docs"
+fi
 {
     printf 'ebb (%s) unstable; urgency=medium\n\n' "$version"
     printf '  * Version %s of Ebb: see changelog.gz.\n\n' "${version%-1}"

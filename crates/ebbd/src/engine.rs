@@ -307,6 +307,14 @@ impl Engine {
         self.last.as_ref().map(|last| self.status_of(last, self.state.host.since_ms))
     }
 
+    /// The host's level and the number of its machines, in a line.
+    pub fn summary(&self) -> String {
+        match &self.last {
+            Some(last) => format!("{}, machines: {}", last.level, self.fleet.links().count()),
+            None => "the host's memory cannot be read".to_owned(),
+        }
+    }
+
     /// What would be decided now. Nothing is done.
     ///
     /// # Errors

@@ -20,5 +20,6 @@ pub mod ksm;
 pub mod monitors;
 pub mod program;
 pub mod rights;
+mod service;
 pub mod store;
 pub mod watchdog;

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use clap::Parser;
+use clap::{CommandFactory as _, Parser};
 use ebb_local_io::SocketFile;
 use ebb_program::LogArgs;
 use rustix::fs::Mode;
@@ -19,6 +19,7 @@ use crate::api::{self, Shared, lock};
 use crate::clock::now_ms;
 use crate::config::Config;
 use crate::engine::Engine;
+use crate::service::{self, Service};
 use crate::store::Store;
 use crate::watchdog::{self, Watchdog};
 
@@ -48,11 +49,19 @@ pub struct Args {
     /// The socket for `ebb host`
     #[arg(long, value_name = "PATH", default_value = "/run/ebb/ebbd.sock")]
     socket: PathBuf,
+    /// Group whose members may use the socket, too
+    #[arg(long, value_name = "NAME")]
+    group: Option<String>,
     /// Directory of what is remembered
     #[arg(long, value_name = "DIR", default_value = "/var/lib/ebbd")]
     state: PathBuf,
     #[command(flatten)]
     log: LogArgs,
+}
+
+/// The definition of the command line.
+pub fn command() -> clap::Command {
+    Args::command()
 }
 
 /// Runs the program. `words` run it: the path of a file, and what comes before its own arguments.
@@ -82,7 +91,11 @@ fn run(args: &Args, words: &[&str]) -> anyhow::Result<ExitCode> {
     }
     use_all_descriptors();
     let store = Store::open(&args.state)?;
-    let (name, listener) = SocketFile::listen(&args.socket, Mode::RUSR | Mode::WUSR, BACKLOG)?;
+    let group = args.group.as_deref().map(service::group).transpose()?;
+    let owner = Mode::RUSR | Mode::WUSR;
+    let mode = group.map_or(owner, |_| owner | Mode::RGRP | Mode::WGRP);
+    let (name, listener) = SocketFile::listen(&args.socket, mode, BACKLOG)?;
+    group.map(|group| service::give(&args.socket, group)).transpose()?;
     let words = words.iter().map(OsString::from).collect();
     let watchdog = Watchdog::new(words, &args.state);
     let engine = Arc::new(Mutex::new(Engine::new(config, path, store, watchdog)));
@@ -127,18 +140,29 @@ impl Signals {
 async fn decide_until_ended(engine: &Shared, mut signals: Signals) {
     let mut ticks = interval(TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    let mut service = Service::of_environment();
     loop {
         tokio::select! {
-            _ = ticks.tick() => lock(engine).tick(now_ms()),
+            _ = ticks.tick() => {
+                let summary = {
+                    let mut engine = lock(engine);
+                    engine.tick(now_ms());
+                    engine.summary()
+                };
+                service.ran(now_ms(), &summary);
+            }
             _ = signals.terminate.recv() => break,
             _ = signals.interrupt.recv() => break,
             _ = signals.reload.recv() => {
+                service.reloading();
                 if let Err(error) = lock(engine).reload() {
                     tracing::warn!("{error}; the old configuration is still in force");
                 }
+                service.reloaded();
             }
         }
     }
+    service.stopping();
     lock(engine).release();
     tokio::time::sleep(END_LIMIT).await;
 }

@@ -167,6 +167,10 @@ impl Watchdog {
         command.args(arguments).arg(ARGUMENT);
         // A signal to the daemon's process group is not for this one.
         command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::null());
+        // The service manager hears of the daemon only from the daemon.
+        for name in crate::service::VARIABLES {
+            command.env_remove(name);
+        }
         let mut child = command.spawn()?;
         let pipe = child.stdin.take().ok_or(io::ErrorKind::BrokenPipe)?;
         rustix::io::ioctl_fionbio(&pipe, true)?;

@@ -4,9 +4,11 @@
 
 mod licences;
 mod pages;
+mod settings;
 
 use std::ffi::OsString;
 use std::fs::{self, File};
+use std::io::Write as _;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -14,11 +16,11 @@ use anyhow::Context as _;
 use clap::Command;
 use clap_complete::Shell;
 
-/// Where each shell looks for completions of a system's packages.
-const COMPLETIONS: [(Shell, &str); 3] = [
-    (Shell::Bash, "usr/share/bash-completion/completions/ebb"),
-    (Shell::Fish, "usr/share/fish/vendor_completions.d/ebb.fish"),
-    (Shell::Zsh, "usr/share/zsh/vendor-completions/_ebb"),
+/// Where each shell looks for completions of a system's packages: before and after the name.
+const COMPLETIONS: [(Shell, &str, &str); 3] = [
+    (Shell::Bash, "usr/share/bash-completion/completions/", ""),
+    (Shell::Fish, "usr/share/fish/vendor_completions.d/", ".fish"),
+    (Shell::Zsh, "usr/share/zsh/vendor-completions/_", ""),
 ];
 
 fn main() -> ExitCode {
@@ -40,17 +42,22 @@ fn main() -> ExitCode {
 /// `usr/share`, licences into a directory for each package.
 fn write_all(root: &OsString) -> anyhow::Result<()> {
     let root = Path::new(root);
-    for (command, section) in
-        [(ebb::command(), "1"), (ebb_guest_agent::command_line::command(), "8")]
-    {
+    let daemon = ebbd::program::command();
+    let agent = ebb_guest_agent::command_line::command();
+    for (command, section) in [(ebb::command(), "1"), (daemon.clone(), "8"), (agent, "8")] {
         pages::write(command, section, &root.join("man")).context("cannot write man pages")?;
     }
-    for (shell, path) in COMPLETIONS {
-        let mut command = without_hidden(&ebb::command());
-        clap_complete::generate(shell, &mut command, "ebb", &mut file(root, path)?);
+    let mut page = file(root, "man/ebbd.toml.5")?;
+    page.write_all(settings::page(settings::FILE).as_bytes()).context("cannot write man pages")?;
+    let ebb = without_hidden(&ebb::command());
+    for (mut command, name, folder) in [(ebb, "ebb", ""), (daemon, "ebbd", "ebbd/")] {
+        for (shell, before, after) in COMPLETIONS {
+            let mut to = file(root, &format!("{folder}{before}{name}{after}"))?;
+            clap_complete::generate(shell, &mut command, name, &mut to);
+        }
     }
     let metadata = licences::Metadata::of_this_repository()?;
-    for package in ["ebb", "ebb-guest-agent"] {
+    for package in ["ebb", "ebbd", "ebb-guest-agent"] {
         licences::write(&metadata, package, file(root, &format!("licences/{package}/licences"))?)?;
     }
     Ok(())

@@ -64,9 +64,10 @@ fn tree(packages: &[&str]) -> PathBuf {
 /// Packages of this version, alone in a directory.
 fn build(version: &str, name: &str) -> PathBuf {
     let programs = Path::new(env!("CARGO_BIN_EXE_ebb-packages")).parent().unwrap();
-    for program in ["ebb", "ebb-guest-agent"] {
+    for program in ["ebb", "ebbd", "ebb-guest-agent"] {
         let file = programs.join(program);
-        assert!(file.exists(), "no {}: cargo build -p ebb -p ebb-guest-agent", file.display());
+        let remedy = "cargo build -p ebb -p ebbd -p ebb-guest-agent";
+        assert!(file.exists(), "no {}: {remedy}", file.display());
     }
     let output = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("packages-{name}"));
     if output.exists() {
@@ -95,6 +96,11 @@ fn programs_in_a_clean_debian_tree() {
 }
 
 #[test]
+fn service_in_a_clean_debian_system() {
+    in_a_clean_tree("service_tree.sh", &["dbus", "systemd-sysv"]);
+}
+
+#[test]
 fn module_in_a_clean_debian_tree() {
     let packages = ["dkms", "linux-headers-cloud-amd64", "linux-image-cloud-amd64", "openssl"];
     in_a_clean_tree("module_tree.sh", &packages);
@@ -103,7 +109,7 @@ fn module_in_a_clean_debian_tree() {
 #[test]
 fn the_same_programs_make_the_same_packages() {
     let again = build(VERSION, "again");
-    for name in ["ebb", "ebb-guest-agent", "ebb-balloon-dkms"] {
+    for name in ["ebb", "ebbd", "ebb-guest-agent", "ebb-balloon-dkms"] {
         let architecture = if name == "ebb-balloon-dkms" { "all" } else { "amd64" };
         let name = format!("{name}_{VERSION}-1_{architecture}.deb");
         let [first, second] =

@@ -37,7 +37,9 @@ pub fn main() -> ExitCode {
 /// Returns how much could not be undone.
 async fn watch() -> usize {
     // A service manager ends all processes of a service at once: this one ends after the daemon.
-    let ignored = [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::hangup()];
+    // systemd also sends SIGABRT to all of them, if the daemon hangs.
+    let abort = SignalKind::from_raw(Signal::ABORT.as_raw());
+    let ignored = [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::hangup(), abort];
     let _ignored: Vec<_> = ignored.into_iter().map(signal).collect();
     let daemon = getppid().and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
     let pipe = rustix::io::dup(rustix::stdio::stdin()).map_err(std::io::Error::from);
