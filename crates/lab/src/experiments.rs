@@ -19,16 +19,18 @@ pub mod migrate;
 pub mod network;
 pub mod numa_merge;
 pub mod park;
+pub mod pressure;
 pub mod warm_start;
 
 /// All experiments, in the order of the list.
-pub static ALL: [&Experiment; 17] = [
+pub static ALL: [&Experiment; 18] = [
     &density::DENSITY,
     &memhog::MEMHOG,
     &inflate::INFLATE,
     &free_pages::FREE_PAGES,
     &churn::CHURN,
     &park::PARK,
+    &pressure::PRESSURE,
     &fork::FORK,
     &clones::CLONES,
     &warm_start::WARM_START,
@@ -73,7 +75,7 @@ mod tests {
         assert_eq!(
             message,
             "unknown experiment 'densitiy'; available: density, memhog, inflate, free-pages, \
-             churn, park, fork, clones, warm-start, migrate, faults, clock, merge-speed, \
+             churn, park, pressure, fork, clones, warm-start, migrate, faults, clock, merge-speed, \
              numa-merge, network, disk, boot"
         );
     }

@@ -5,6 +5,7 @@ pub mod assets;
 pub mod balloon;
 pub mod console;
 pub mod counters;
+pub mod daemon;
 pub mod devices;
 pub mod direct;
 pub mod disk_image;

@@ -100,6 +100,8 @@ pub struct Needs {
     /// A kernel under the monitors with which they can merge their guests' pages: Linux 6.8. A
     /// virtual host gets the newest available one.
     pub merging: bool,
+    /// Whether it needs the host daemon `ebbd`.
+    pub daemon: bool,
     /// Programs in the host, with their packages.
     pub programs: &'static [Needed],
     /// Modules that the host has loaded, with their parameters after a space.
@@ -116,6 +118,7 @@ impl Needs {
         memhog: false,
         network: false,
         merging: false,
+        daemon: false,
         programs: &[],
         modules: &[],
         guest_programs: &[],

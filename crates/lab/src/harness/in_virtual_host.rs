@@ -16,6 +16,7 @@ use crate::LabError;
 use crate::error::Missing;
 use crate::harness::assets::{DEBIAN_KERNEL, memhog_here, module_here};
 use crate::harness::console::Tail;
+use crate::harness::daemon::{self, Daemon};
 use crate::harness::direct::Selection;
 use crate::harness::experiment::{Experiment, Needed, SeriesPlan};
 use crate::harness::host::MemoryState;
@@ -128,6 +129,11 @@ fn run_in_one(
         mode: None,
     };
     let needs = experiment.needs;
+    let mut files: Vec<HostFile> = guest.map(kernel).into_iter().collect();
+    if needs.daemon {
+        let (source, target) = (Daemon::program()?, daemon::IN_VIRTUAL_HOST.into());
+        files.push(HostFile { source, target, mode: None });
+    }
     let mut programs = Needed::paths(needs.programs)?;
     if needs.network {
         let tools = Tools::find()?;
@@ -148,7 +154,7 @@ fn run_in_one(
         memhog: memhog_here(experiment.needs),
         programs,
         modules: owned(needs.modules),
-        files: guest.map(kernel).into_iter().collect(),
+        files,
         disks: disks.chain(of_works).cloned().collect(),
         guest_modules: owned(needs.guest_modules),
         guest_programs: Needed::paths(needs.guest_programs)?,

@@ -528,6 +528,22 @@ impl<'a> Testbed<'a> {
         footprint_mib(guest.pid()).ok_or_else(|| guest.lost("its memory"))
     }
 
+    /// The process of a guest's monitor.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when it was never started.
+    pub fn pid(&mut self, number: u32) -> Result<u32, LabError> {
+        self.guest(number).map(|guest| guest.pid())
+    }
+
+    /// As [`Self::start_guest`], with the monitor's control socket at this path.
+    ///
+    /// # Errors
+    /// As [`Self::start_guest`].
+    pub fn start_at(&mut self, size: GuestSize, control: &Path) -> Result<GuestRecord, LabError> {
+        self.start(size, Some(control), &[])
+    }
+
     fn guest(&mut self, number: u32) -> Result<&mut Guest, LabError> {
         let guest = self.guests.iter_mut().find(|guest| guest.number() == number);
         guest.ok_or_else(|| LabError::unexpected(number, "it was never started"))
