@@ -81,21 +81,21 @@ fn series() -> Vec<SeriesPlan> {
     let ebb = Setup { reporting: false, ..Setup::EBB };
     vec![
         plan(
-            "reclaim",
+            "ebb-driver",
             "Ebb's driver in the guest, which reports its free pages on request",
             Setup { driver: Driver::tracking(Tracker::Off), ..ebb },
         ),
-        plan("balloon", "Linux's driver in the guest, without free page reporting", ebb),
+        plan("linux-driver", "Linux's driver in the guest, without free page reporting", ebb),
     ]
 }
 
 /// Times from the moment at which available memory was below the first limit, in seconds.
 #[derive(Debug, Default)]
 struct Found {
-    ordered_s: Option<f64>,
-    pressed_s: Option<f64>,
-    begun_s: Option<f64>,
-    returned_s: Option<f64>,
+    ordered: Option<f64>,
+    pressed: Option<f64>,
+    begun: Option<f64>,
+    returned: Option<f64>,
 }
 
 fn metrics() -> Vec<Metric<Found>> {
@@ -103,10 +103,10 @@ fn metrics() -> Vec<Metric<Found>> {
         Metric::lower(name, title, "s", value)
     }
     vec![
-        time("returned_s", "The memory is back after", |found| found.returned_s),
-        time("ordered_s", "First order after", |found| found.ordered_s),
-        time("begun_s", "First 8 MiB are back after", |found| found.begun_s),
-        time("pressed_s", "The host is pressed after", |found| found.pressed_s),
+        time("returned_s", "The memory is back after", |found| found.returned),
+        time("ordered_s", "First order after", |found| found.ordered),
+        time("begun_s", "First 8 MiB are back after", |found| found.begun),
+        time("pressed_s", "The host is pressed after", |found| found.pressed),
     ]
 }
 
@@ -164,7 +164,7 @@ fn watch(pid: u32, returned_mib: u64, daemon: &Daemon) -> Result<Found, LabError
     let mut found = Found::default();
     let (begin, mut crossed) = (Instant::now(), None);
     let mut before_mib = footprint_mib(pid).unwrap_or(0.0);
-    while begin.elapsed() < LIMIT && found.returned_s.is_none() {
+    while begin.elapsed() < LIMIT && found.returned.is_none() {
         let available = percent(MemoryState::read()?);
         let now_mib = footprint_mib(pid).unwrap_or(0.0);
         if crossed.is_none() && available < TIGHT_PERCENT {
@@ -173,18 +173,18 @@ fn watch(pid: u32, returned_mib: u64, daemon: &Daemon) -> Result<Found, LabError
         if let Some(crossed) = crossed {
             let since_s = rounded(crossed.elapsed().as_secs_f64());
             if available < PRESSED_PERCENT {
-                found.pressed_s.get_or_insert(since_s);
+                found.pressed.get_or_insert(since_s);
             }
             if before_mib - now_mib >= STEP_MIB as f64 {
-                found.begun_s.get_or_insert(since_s);
+                found.begun.get_or_insert(since_s);
             }
             if before_mib - now_mib >= returned_mib as f64 {
-                found.returned_s = Some(since_s);
+                found.returned = Some(since_s);
             }
         }
         thread::sleep(LOOK);
     }
-    found.ordered_s = crossed.and_then(|crossed| {
+    found.ordered = crossed.and_then(|crossed| {
         let order = daemon.orders().into_iter().find(|order| order.at >= crossed)?;
         Some(rounded((order.at - crossed).as_secs_f64()))
     });
