@@ -15,6 +15,7 @@ use crate::admission::{Admissions, KEPT_MS, Ticket};
 use crate::config::{Config, ConfigError};
 use crate::fleet::{Fleet, Link, Rhythm, View};
 use crate::host::{Source, Unreadable};
+use crate::metrics::{Counters, Observed};
 use crate::monitors::Undo;
 use crate::store::{Store, StoreError};
 use crate::watchdog::{Entry, Watchdog};
@@ -45,6 +46,7 @@ pub struct Engine {
     leases: BTreeMap<String, Lease>,
     /// What is wrong, by what it concerns.
     problems: BTreeMap<String, String>,
+    counters: Counters,
     next_ms: u64,
     discover_ms: u64,
     save_ms: u64,
@@ -93,6 +95,7 @@ impl Engine {
             last: None,
             leases: BTreeMap::new(),
             problems: BTreeMap::new(),
+            counters: Counters::default(),
             next_ms: 0,
             discover_ms: 0,
             save_ms: 0,
@@ -136,6 +139,7 @@ impl Engine {
             fresh_ms: self.config.policy.stale_ms / 3,
         };
         let unreadable = self.fleet.discover(&self.config.machines, rhythm);
+        self.counters.keep_only(&self.fleet.links().map(|(_, link)| &*link.name).collect());
         let is_still = |about: &str| {
             unreadable.iter().any(|(folder, _)| folder.display().to_string() == about)
         };
@@ -156,7 +160,9 @@ impl Engine {
         let decision = decide(&snapshot, state, &self.config.policy);
         let at_ms = snapshot.at_ms;
         let mut ordered = BTreeSet::new();
+        self.counters.decided();
         for order in &decision.orders {
+            self.counters.ordered(&order.machine, order.action);
             tracing::info!(machine = order.machine, action = ?order.action, "ordered");
             if let Action::Balloon { target_bytes } = order.action {
                 ordered.insert(order.machine.clone());
@@ -289,6 +295,12 @@ impl Engine {
         self.last.as_ref().map(|last| self.status_of(last, self.state.host.since_ms))
     }
 
+    /// What metrics are made from; `None` before the first decision.
+    pub fn observed(&self) -> Option<Observed> {
+        let (counters, counts) = (self.counters.clone(), self.admissions.counts());
+        Some(Observed::new(self.status()?, counters, counts, &self.config.policy))
+    }
+
     /// What would be decided now. Nothing is done.
     ///
     /// # Errors
@@ -302,13 +314,15 @@ impl Engine {
 
     fn status_of(&self, last: &Last, since_ms: u64) -> Status {
         let held: BTreeSet<&str> = self.state.held().collect();
+        // The first of several with the same name.
+        let known = last.snapshot.machines.iter().rev();
+        let known: BTreeMap<&str, &Machine> = known.map(|it| (it.name.as_str(), it)).collect();
         let machines = self.fleet.links().map(|(socket, link)| {
             let Link { name, .. } = link;
             let view = link.view();
-            let machine = last.snapshot.machines.iter().find(|machine| machine.name == *name);
             MachineStatus {
                 name: name.clone(),
-                machine: machine.cloned(),
+                machine: known.get(name.as_str()).copied().cloned(),
                 monitor: view.kind.map(|kind| kind.name().to_owned()),
                 socket: socket.display().to_string(),
                 pid: view.pid(),
@@ -354,8 +368,7 @@ impl Engine {
         let before = self.admissions.before(ticket) as u64;
         let is_admitted = before == 0 && fit.machines > 0;
         if is_admitted {
-            self.admissions.leave(ticket);
-            self.admissions.keep(&arrival.machine, arrival.memory_bytes, now_ms);
+            self.admissions.admit(ticket, &arrival.machine, arrival.memory_bytes, now_ms);
         }
         let kept_ms = if is_admitted { KEPT_MS } else { 0 };
         Some(Admission { is_admitted, kept_ms, before, fit })
