@@ -22,6 +22,20 @@ pub struct Admissions {
     next: u64,
     waiting: VecDeque<Ticket>,
     kept: BTreeMap<String, Kept>,
+    counts: Counts,
+}
+
+/// What became of machines that asked for room.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// They were admitted.
+    pub admitted: u64,
+    /// They left without room: it did not come in time, or their client has gone.
+    pub refused: u64,
+    /// Too many others waited.
+    pub queue_full: u64,
+    /// They wait now.
+    pub waiting: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -34,6 +48,7 @@ impl Admissions {
     /// Adds a machine at the queue's end; `None` if the queue is full.
     pub fn enter(&mut self) -> Option<Ticket> {
         if self.waiting.len() >= MOST_WAITING {
+            self.counts.queue_full += 1;
             return None;
         }
         self.next += 1;
@@ -41,9 +56,30 @@ impl Admissions {
         self.waiting.back().copied()
     }
 
-    /// Removes a machine from the queue.
+    /// Removes a machine from the queue that was not admitted.
     pub fn leave(&mut self, ticket: Ticket) {
+        if self.remove(ticket) {
+            self.counts.refused += 1;
+        }
+    }
+
+    /// Removes a machine from the queue, and keeps room for it.
+    pub fn admit(&mut self, ticket: Ticket, name: &str, size_bytes: u64, now_ms: u64) {
+        self.remove(ticket);
+        self.keep(name, size_bytes, now_ms);
+        self.counts.admitted += 1;
+    }
+
+    /// Whether it was there.
+    fn remove(&mut self, ticket: Ticket) -> bool {
+        let before = self.waiting.len();
         self.waiting.retain(|other| *other != ticket);
+        self.waiting.len() < before
+    }
+
+    /// What was counted so far.
+    pub fn counts(&self) -> Counts {
+        Counts { waiting: self.waiting.len(), ..self.counts }
     }
 
     /// How many machines wait before this one.
@@ -52,7 +88,7 @@ impl Admissions {
     }
 
     /// Keeps room for a machine.
-    pub fn keep(&mut self, name: &str, size_bytes: u64, now_ms: u64) {
+    fn keep(&mut self, name: &str, size_bytes: u64, now_ms: u64) {
         if self.kept.len() < MOST_KEPT {
             let until_ms = now_ms.saturating_add(KEPT_MS);
             self.kept.insert(name.to_owned(), Kept { size_bytes, until_ms });
@@ -117,6 +153,20 @@ mod tests {
             admissions.enter().unwrap();
         }
         assert_eq!(admissions.enter(), None);
+    }
+
+    #[test]
+    fn each_machine_is_counted_once() {
+        let mut admissions = Admissions::default();
+        let [a, b, _] = std::array::from_fn(|_| admissions.enter().unwrap());
+        admissions.admit(a, "a", GIB, 0);
+        // Its place is left again when its client has the answer.
+        admissions.leave(a);
+        admissions.leave(b);
+        let counts = Counts { admitted: 1, refused: 1, queue_full: 0, waiting: 1 };
+        assert_eq!(admissions.counts(), counts);
+        while admissions.enter().is_some() {}
+        assert_eq!(admissions.counts().queue_full, 1);
     }
 
     #[test]

@@ -9,6 +9,7 @@
 //! | `PUT /admit` with [`Arrival`] | whether a machine may start ([`Admission`]) |
 //! | `GET /config` | the configuration in force ([`Config`]) |
 //! | `PUT /config/reload` | reads the file again |
+//! | `GET /metrics`, `GET /` | metrics, and a page for browsers ([`web`]) |
 //!
 //! Clients have rights by their user ([`User`](crate::rights::User)).
 //!
@@ -23,42 +24,34 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::Body;
 use axum::extract::rejection::{JsonRejection, QueryRejection};
 use axum::extract::{DefaultBodyLimit, Extension, Json, Query, State};
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, put};
 use ebb_host_policy::report::{Arrival, Named, Room};
-use hyper::server::conn::http1;
-use hyper::service::service_fn;
-use hyper_util::rt::{TokioIo, TokioTimer};
 use serde::Serialize;
 use serde_json::json;
 use tokio::net::UnixListener;
 
 use crate::admission::Ticket;
+use crate::clients;
 use crate::clock::now_ms;
 use crate::engine::Engine;
 use crate::rights::{Places, User};
+use crate::web;
 
 /// The engine, which the loop and all clients share.
 pub type Shared = Arc<Mutex<Engine>>;
 
 /// Longest body of a request, in bytes.
 const MOST_BODY_BYTES: usize = 64 << 10;
-/// Time limit for the head of a request, from the connection or from the last answer.
-const HEAD_LIMIT: Duration = Duration::from_secs(10);
-/// Time limit for everything on a connection.
-const CONNECTION_LIMIT: Duration = Duration::from_secs(600);
 /// The longest name of a machine: that of a file.
 const MOST_NAME_BYTES: usize = 255;
 /// The longest wait for room, in milliseconds: a little less than a connection may take.
 const MOST_WAIT_MS: u64 = 590_000;
 /// How often a machine that waits is considered.
 const ADMIT_AGAIN: Duration = Duration::from_millis(250);
-/// How long no client is accepted after the system had no descriptors left.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Locks the engine.
 pub fn lock(engine: &Shared) -> MutexGuard<'_, Engine> {
@@ -66,18 +59,22 @@ pub fn lock(engine: &Shared) -> MutexGuard<'_, Engine> {
 }
 
 /// Why a request was not executed.
-struct Problem {
+pub(crate) struct Problem {
     status: StatusCode,
     message: String,
     remedy: &'static str,
 }
 
 impl Problem {
-    fn new(status: StatusCode, message: impl Into<String>, remedy: &'static str) -> Self {
+    pub(crate) fn new(
+        status: StatusCode,
+        message: impl Into<String>,
+        remedy: &'static str,
+    ) -> Self {
         Self { status, message: message.into(), remedy }
     }
 
-    fn too_early() -> Self {
+    pub(crate) fn too_early() -> Self {
         let message = "no decision has been made yet";
         Self::new(StatusCode::SERVICE_UNAVAILABLE, message, "try again in a second")
     }
@@ -130,6 +127,7 @@ pub fn router(engine: Shared) -> Router {
         .route("/admit", put(admit))
         .route("/config", get(async |engine| config(engine)))
         .route("/config/reload", put(async |engine, user| reload(engine, user)))
+        .merge(web::pages())
         .fallback(async || {
             Problem::new(StatusCode::NOT_FOUND, "there is no such path", "docs/host.md lists them")
         })
@@ -141,7 +139,7 @@ pub fn router(engine: Shared) -> Router {
         .with_state(engine)
 }
 
-fn status(State(engine): State<Shared>) -> Result<Response, Problem> {
+pub(crate) fn status(State(engine): State<Shared>) -> Result<Response, Problem> {
     let status = lock(&engine).status().ok_or_else(Problem::too_early)?;
     Ok(reply(&status))
 }
@@ -266,32 +264,11 @@ pub async fn serve(listener: OwnedFd, engine: Shared) -> std::io::Result<Infalli
     let places = Places::default();
     loop {
         let Ok((stream, _)) = listener.accept().await else {
-            tokio::time::sleep(ACCEPT_PAUSE).await;
+            tokio::time::sleep(clients::ACCEPT_PAUSE).await;
             continue;
         };
         let Ok(user) = User::behind(&stream) else { continue };
         let Some(place) = places.take(user) else { continue };
-        let router = router.clone().layer(Extension(user));
-        tokio::spawn(async move {
-            let service = service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
-                answer(router.clone(), request.map(Body::new))
-            });
-            let connection = http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(HEAD_LIMIT)
-                .serve_connection(TokioIo::new(stream), service);
-            // A client's errors and its end are its own.
-            let _ = tokio::time::timeout(CONNECTION_LIMIT, connection).await;
-            drop(place);
-        });
+        clients::serve(stream, router.clone().layer(Extension(user)), place);
     }
-}
-
-async fn answer(router: Router, request: axum::extract::Request) -> Result<Response, Infallible> {
-    use tower_service::Service as _;
-    let mut router = router;
-    let mut response = router.call(request).await?;
-    let name = HeaderValue::from_static(concat!("ebb/", env!("CARGO_PKG_VERSION"), " ebbd"));
-    response.headers_mut().insert(header::SERVER, name);
-    Ok(response)
 }

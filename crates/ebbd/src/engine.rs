@@ -17,6 +17,7 @@ use crate::config::{Config, ConfigError};
 use crate::fleet::{Fleet, Link, Terms, View};
 use crate::host::{Source, Unreadable};
 use crate::ksm::{self, KsmSettings};
+use crate::metrics::{Counters, Observed};
 use crate::monitors::Undo;
 use crate::store::{Store, StoreError};
 use crate::watchdog::{Entry, Watchdog};
@@ -47,6 +48,7 @@ pub struct Engine {
     leases: BTreeMap<String, Lease>,
     /// What is wrong, by what it concerns.
     problems: BTreeMap<String, String>,
+    counters: Counters,
     next_ms: u64,
     discover_ms: u64,
     save_ms: u64,
@@ -95,6 +97,7 @@ impl Engine {
             last: None,
             leases: BTreeMap::new(),
             problems: BTreeMap::new(),
+            counters: Counters::default(),
             next_ms: 0,
             discover_ms: 0,
             save_ms: 0,
@@ -149,6 +152,7 @@ impl Engine {
             snapshots: self.config.snapshots.clone(),
         };
         let unreadable = self.fleet.discover(&self.config.machines, &self.config.libvirt, &terms);
+        self.counters.keep_only(&self.fleet.links().map(|(_, link)| &*link.name).collect());
         let is_still = |about: &str| {
             unreadable.iter().any(|(folder, _)| folder.display().to_string() == about)
         };
@@ -169,7 +173,9 @@ impl Engine {
         let decision = decide(&snapshot, state, &self.config.policy);
         let at_ms = snapshot.at_ms;
         let mut ordered = BTreeSet::new();
+        self.counters.decided();
         for order in &decision.orders {
+            self.counters.ordered(&order.machine, order.action);
             tracing::info!(machine = order.machine, action = ?order.action, "ordered");
             if let Action::Balloon { target_bytes } = order.action {
                 ordered.insert(order.machine.clone());
@@ -315,6 +321,12 @@ impl Engine {
         }
     }
 
+    /// What metrics are made from; `None` before the first decision.
+    pub fn observed(&self) -> Option<Observed> {
+        let (counters, counts) = (self.counters.clone(), self.admissions.counts());
+        Some(Observed::new(self.status()?, counters, counts, &self.config.policy))
+    }
+
     /// What would be decided now. Nothing is done.
     ///
     /// # Errors
@@ -328,13 +340,15 @@ impl Engine {
 
     fn status_of(&self, last: &Last, since_ms: u64) -> Status {
         let held: BTreeSet<&str> = self.state.held().collect();
+        // The first of several with the same name.
+        let known = last.snapshot.machines.iter().rev();
+        let known: BTreeMap<&str, &Machine> = known.map(|it| (it.name.as_str(), it)).collect();
         let machines = self.fleet.links().map(|(place, link)| {
             let Link { name, .. } = link;
             let view = link.view();
-            let machine = last.snapshot.machines.iter().find(|machine| machine.name == *name);
             MachineStatus {
                 name: name.clone(),
-                machine: machine.cloned(),
+                machine: known.get(name.as_str()).copied().cloned(),
                 monitor: view.kind.map(|kind| kind.name().to_owned()),
                 socket: place.to_string(),
                 pid: view.pid(),
@@ -380,8 +394,7 @@ impl Engine {
         let before = self.admissions.before(ticket) as u64;
         let is_admitted = before == 0 && fit.machines > 0;
         if is_admitted {
-            self.admissions.leave(ticket);
-            self.admissions.keep(&arrival.machine, arrival.memory_bytes, now_ms);
+            self.admissions.admit(ticket, &arrival.machine, arrival.memory_bytes, now_ms);
         }
         let kept_ms = if is_admitted { KEPT_MS } else { 0 };
         Some(Admission { is_admitted, kept_ms, before, fit })

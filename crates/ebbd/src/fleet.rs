@@ -18,7 +18,7 @@ use crate::monitors::process::{Process, Usage};
 use crate::monitors::{Kind, Monitor, Place, Seen, Trouble, Undo};
 
 /// The most machines; more sockets are ignored.
-const MOST_MACHINES: usize = 10_000;
+pub const MOST_MACHINES: usize = 10_000;
 /// Time limit of a monitor's answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(3);
 /// The first and the longest pause before a monitor is connected with again.

@@ -3,11 +3,13 @@
 //!
 //! - [`monitors`]: what a monitor says about its machine, and how it carries out an action.
 //! - [`clock`]: the clock of snapshots.
+//! - [`metrics`] and [`web`]: what scrapers and browsers get.
 //!
 //! What is decided is in the crate `ebb-host-policy`, which does no I/O.
 
 pub mod admission;
 pub mod api;
+pub mod clients;
 pub mod clock;
 pub mod config;
 pub mod engine;
@@ -17,9 +19,11 @@ pub mod fleet;
 pub mod fuzzing;
 pub mod host;
 pub mod ksm;
+pub mod metrics;
 pub mod monitors;
 pub mod program;
 pub mod rights;
 mod service;
 pub mod store;
 pub mod watchdog;
+pub mod web;

@@ -22,6 +22,7 @@ use crate::engine::Engine;
 use crate::service::{self, Service};
 use crate::store::Store;
 use crate::watchdog::{self, Watchdog};
+use crate::web::{self, Loopback};
 
 /// The configuration that is read if none is given.
 const CONFIG: &str = "/etc/ebb/ebbd.toml";
@@ -55,6 +56,12 @@ pub struct Args {
     /// Directory of what is remembered
     #[arg(long, value_name = "DIR", default_value = "/var/lib/ebbd")]
     state: PathBuf,
+    /// Also serve a page and metrics over TCP, read-only, at this loopback address
+    ///
+    /// The page is at `/`, metrics for Prometheus are at `/metrics`. All users of this host can
+    /// read them.
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    listen: Option<Loopback>,
     #[command(flatten)]
     log: LogArgs,
 }
@@ -96,6 +103,7 @@ fn run(args: &Args, words: &[&str]) -> anyhow::Result<ExitCode> {
     let mode = group.map_or(owner, |_| owner | Mode::RGRP | Mode::WGRP);
     let (name, listener) = SocketFile::listen(&args.socket, mode, BACKLOG)?;
     group.map(|group| service::give(&args.socket, group)).transpose()?;
+    let browsers = args.listen.map(Loopback::bind).transpose()?;
     let words = words.iter().map(OsString::from).collect();
     let watchdog = Watchdog::new(words, &args.state);
     let engine = Arc::new(Mutex::new(Engine::new(config, path, store, watchdog)));
@@ -106,6 +114,9 @@ fn run(args: &Args, words: &[&str]) -> anyhow::Result<ExitCode> {
     runtime.block_on(async {
         let signals = Signals::take().context("cannot take over signals")?;
         tokio::spawn(api::serve(listener, engine.clone()));
+        if let Some(browsers) = browsers {
+            tokio::spawn(web::serve(browsers, engine.clone()));
+        }
         decide_until_ended(&engine, signals).await;
         anyhow::Ok(())
     })?;
