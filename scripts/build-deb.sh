@@ -30,11 +30,7 @@ driver=guest/linux/ebb_balloon
 cp --parents "$driver/Kbuild" "$driver"/*.[ch] "$driver/README.md" "$stage"
 cp "$programs/ebb" "$programs/ebbd" "$programs/ebb-guest-agent" "$stage/bin"
 "$programs/ebb-packages" "$stage"
-dashboard=crates/ebbd/dashboard.json
-if [ -e "$dashboard" ]; then
-    cp "$dashboard" "$stage/grafana-dashboard.json"
-    echo grafana-dashboard.json >>"$stage/debian/ebbd.docs"
-fi
+cp crates/ebbd/dashboard.json "$stage/grafana-dashboard.json"
 {
     printf 'ebb (%s) unstable; urgency=medium\n\n' "$version"
     printf '  * Version %s of Ebb: see changelog.gz.\n\n' "${version%-1}"

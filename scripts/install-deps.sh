@@ -21,6 +21,7 @@ set -eu
 # debhelper dh-dkms      building the Debian packages
 # mmdebstrap uidmap      the clean Debian trees in which they are tested
 # lintian                checking them
+# chromium               the daemon's page, in a real browser
 # cpio                   the root file system of a host with systemd, for the daemon's test
 # libvirt-daemon libvirt-daemon-driver-qemu libvirt-clients
 #                        a private libvirtd, for the tests of ebbd
@@ -34,7 +35,7 @@ set -eu
 packages="linux-image-cloud-amd64 linux-headers-cloud-amd64 busybox-static numactl iproute2"
 packages="$packages gcc libc6-dev make passt ca-certificates"
 packages="$packages libvirt-daemon libvirt-daemon-driver-qemu libvirt-clients"
-packages="$packages debhelper dh-dkms mmdebstrap uidmap lintian cpio"
+packages="$packages debhelper dh-dkms mmdebstrap uidmap lintian cpio chromium"
 debian_packages="e2fsprogs linux-source flex bison bc libelf-dev xz-utils python3-pip"
 
 # QEMU runs the virtual host, on machines whose KVM cannot run Linux, and serves as a peer for

@@ -3,6 +3,7 @@
 //!
 //! - [`monitors`]: what a monitor says about its machine, and how it carries out an action.
 //! - [`clock`]: the clock of snapshots.
+//! - [`rights`]: what clients may do.
 //! - [`metrics`] and [`web`]: what scrapers and browsers get.
 //!
 //! What is decided is in the crate `ebb-host-policy`, which does no I/O.

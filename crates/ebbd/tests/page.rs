@@ -135,7 +135,7 @@ fn hostile_names_and_numbers_in_a_browser() {
     assert!(page.contains("512 MiB"), "{page}");
     assert!(page.contains("available"), "{page}");
     // A whole balloon, and nothing beside it.
-    assert!(page.contains("balloon 512 MiB, returned 0 B"), "{page}");
+    assert!(page.contains("returned 0 B, balloon 512 MiB"), "{page}");
     assert!(page.contains("Dashed: tight below"), "{page}");
     assert!(!page.contains("does not answer;"), "{page}");
     only_reading_for_this_host(port);

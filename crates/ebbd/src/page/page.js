@@ -7,7 +7,7 @@ const KEEP_MS = 600_000;
 const ASK_MS = 1_000;
 const PARTS = [
   ["in_use", "in use"], ["cache", "cache"], ["free", "free, held by the host"],
-  ["unknown", "resident, use unknown"], ["balloon", "balloon"], ["returned", "returned"],
+  ["unknown", "resident, use unknown"], ["returned", "returned"], ["balloon", "balloon"],
 ];
 
 const at = (id) => document.getElementById(id);
