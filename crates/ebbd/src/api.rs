@@ -11,7 +11,7 @@
 //! | `PUT /config/reload` | reads the file again |
 //! | `GET /metrics`, `GET /` | metrics, and a page for browsers ([`web`]) |
 //!
-//! Clients have rights by their user ([`User`](crate::rights::User)).
+//! Clients have rights by their user ([`User`]).
 //!
 //! [`Status`]: ebb_host_policy::report::Status
 //! [`Admission`]: ebb_host_policy::report::Admission
