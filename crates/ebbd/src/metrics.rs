@@ -163,7 +163,8 @@ struct Text(String);
 
 impl Text {
     /// Adds a metric with its series, and nothing if there are none. The prefix `ebbd_` is added to
-    /// its name, and it is a counter if that ends in `_total`. Help has neither backslashes nor ends of lines.
+    /// its name, and it is a counter if that ends in `_total`. Help has neither backslashes nor
+    /// ends of lines.
     fn metric<'a, L: AsRef<[Label<'a>]>>(
         &mut self,
         name: &str,

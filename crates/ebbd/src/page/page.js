@@ -125,8 +125,8 @@ function drawMachines() {
     .map((machine) => ({ machine, parts: parts(machine.machine) }))
     .filter((row) => String(row.machine.name).toLowerCase().includes(filter));
   const key = (row) => {
-    if (order === "resident") return number(row.machine.machine && row.machine.machine.resident_bytes);
-    return row.parts.in_use;
+    if (order === "in_use") return row.parts.in_use;
+    return number(row.machine.machine && row.machine.machine.resident_bytes);
   };
   if (order !== "name") rows.sort((one, other) => key(other) - key(one));
   const list = at("machines");
@@ -197,7 +197,8 @@ function draw() {
   if (!status) return;
   const { host, level, cause } = status;
   const since = time(status.at_ms - status.since_ms);
-  const swap = host.swap ? `, swap ${size(host.swap.used_bytes)} of ${size(host.swap.total_bytes)}` : "";
+  const swap = host.swap
+    ? `, swap ${size(host.swap.used_bytes)} of ${size(host.swap.total_bytes)}` : "";
   at("host").textContent = `${level} for ${since}: ${size(host.available_bytes)} of `
     + `${size(host.total_bytes)} available${swap}`;
   at("host").title = value("cause", cause);
