@@ -12,7 +12,7 @@
 
 use std::convert::Infallible;
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -154,8 +154,12 @@ async fn check_host(request: Request, next: Next) -> Result<Response, Problem> {
 fn is_meant(headers: &HeaderMap, in_target: Option<&str>) -> bool {
     let mut hosts = headers.get_all(header::HOST).iter();
     let (Some(host), None) = (hosts.next(), hosts.next()) else { return false };
+    // A number cannot resolve to another address.
     let is_ours = |name: &str| {
-        ["localhost", "127.0.0.1", "[::1]"].iter().any(|ours| name.eq_ignore_ascii_case(ours))
+        let six = name.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
+        name.eq_ignore_ascii_case("localhost")
+            || name.parse().is_ok_and(|address: Ipv4Addr| address.is_loopback())
+            || six.is_some_and(|it| it.parse().is_ok_and(|it: Ipv6Addr| it.is_loopback()))
     };
     let without_port = |host: &str| match host.rsplit_once(':') {
         Some((name, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => name.to_owned(),
@@ -206,7 +210,7 @@ mod tests {
             }
             meant(&headers, in_target)
         };
-        for host in ["localhost", "LocalHost:80", "127.0.0.1", "127.0.0.1:9", "[::1]", "[::1]:9"] {
+        for host in ["localhost", "LocalHost:80", "127.0.0.1", "127.0.0.9:9", "[::1]", "[::1]:9"] {
             assert!(is_meant(&[host], None), "{host}");
             assert!(is_meant(&[host], Some("localhost")), "{host}");
         }
@@ -221,7 +225,9 @@ mod tests {
             "localhost:80:80",
             "evil@localhost",
             "::1",
-            "127.0.0.2",
+            "192.168.0.1",
+            "[::2]",
+            "127.1",
         ] {
             assert!(!is_meant(&[host], None), "{host}");
         }
