@@ -29,8 +29,8 @@ use machine::{LIMIT, MIB, initramfs};
 const SIZE: u64 = 256 * MIB;
 const CEILING: u64 = 192 * MIB;
 const UUID: &str = "e342c075-1883-44d2-8913-cd3246d26c68";
-/// Debian's `nobody`: a libvirtd of root would be the host's.
-const NOBODY: u32 = 65534;
+/// The user that libvirtd runs as. In session mode, root's uses the directories of the system.
+const OTHER: u32 = 65534;
 
 /// A libvirtd in session mode.
 struct Libvirtd {
@@ -63,7 +63,7 @@ impl Libvirtd {
         fs::write(path.join("guest.xml"), domain).unwrap();
         if rustix::process::geteuid().is_root() {
             for name in ["", "config", "config/libvirt", "run", "initramfs"] {
-                chown(path.join(name), Some(NOBODY), Some(NOBODY)).unwrap();
+                chown(path.join(name), Some(OTHER), Some(OTHER)).unwrap();
             }
         }
         Self { child: spawn(&path), directory }

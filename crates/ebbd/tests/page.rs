@@ -2,16 +2,19 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod fake;
+
 use std::fs;
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
-use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+
+use fake::monitor;
 
 const LIMIT: Duration = Duration::from_secs(90);
 const MIB: u64 = 1 << 20;
@@ -20,39 +23,20 @@ const MIB: u64 = 1 << 20;
 const EVIL: &str = "<img src=x onerror=document.title='evil'>";
 const BOLD: &str = "<b id=evil>&amp;\u{202e}";
 
-/// A monitor of this project whose guest says impossible numbers.
-fn monitor(path: &Path) {
-    let listener = UnixListener::bind(path).unwrap();
-    thread::spawn(move || {
-        for stream in listener.incoming() {
-            let mut stream = stream.unwrap();
-            thread::spawn(move || while answer(&mut stream).is_some() {});
-        }
-    });
-}
-
-fn answer(stream: &mut UnixStream) -> Option<()> {
-    let (mut head, mut byte) = (Vec::new(), [0]);
-    while !head.ends_with(b"\r\n\r\n") {
-        stream.read_exact(&mut byte).ok()?;
-        head.push(byte[0]);
-    }
-    let head = String::from_utf8_lossy(&head).into_owned();
+/// A guest that says impossible numbers.
+fn answer(request: &str) -> (u16, Value) {
     let most = u64::MAX;
-    let body = match head.split(' ').nth(1)?.split('?').next()? {
-        "/vm" => json!({ "state": "running", "memory_bytes": 512 * MIB }),
-        "/balloon" => json!({ "target_bytes": 0, "actual_bytes": most, "state": "active",
+    let document = match request {
+        "GET /vm" => json!({ "state": "running", "memory_bytes": 512 * MIB }),
+        "GET /balloon" => json!({ "target_bytes": 0, "actual_bytes": most, "state": "active",
             "negotiated_features": [] }),
-        "/balloon/statistics" => json!({ "age_ms": 0, "statistics": {
+        "GET /balloon/statistics" => json!({ "age_ms": 0, "statistics": {
             "total_memory_bytes": most, "available_memory_bytes": most,
             "free_memory_bytes": most, "disk_caches_bytes": most, "major_faults": most,
             "swap_out_bytes": most, "oom_kills": most } }),
         _ => json!({}),
     };
-    let body = body.to_string();
-    let length = body.len();
-    let head = format!("HTTP/1.1 200 OK\r\nServer: ebb/0 test\r\nContent-Length: {length}\r\n\r\n");
-    stream.write_all((head + &body).as_bytes()).ok()
+    (200, document)
 }
 
 struct Daemon(Child);
@@ -102,7 +86,9 @@ fn hostile_names_and_numbers_in_a_browser() {
     let path = |name: &str| directory.path().join(name);
     fs::create_dir(path("machines")).unwrap();
     for name in [EVIL, BOLD, "web-1"] {
-        monitor(&path("machines").join(format!("{name}.sock")));
+        monitor(&path("machines").join(format!("{name}.sock")), |request: &str| {
+            Some(answer(request))
+        });
     }
     let text = format!("machines = [\"{}\"]\ninterval_ms = 200\n", path("machines").display());
     fs::write(path("ebbd.toml"), text).unwrap();

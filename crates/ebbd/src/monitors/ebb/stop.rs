@@ -4,11 +4,12 @@
 use std::fs::{self, File};
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
-use std::os::fd::AsFd as _;
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use hyper::Method;
+use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, Interest};
@@ -48,7 +49,7 @@ impl Stop {
         }
         let mut http = Http::connect(&self.socket).await?;
         http.ask(Method::PUT, "/vm/pause", None).await?.accepted()?;
-        let kept = self.keep().await.map_err(|trouble| match trouble {
+        let kept = self.keep(directory).await.map_err(|trouble| match trouble {
             Kept::File(error) => failed(error),
             Kept::Monitor(trouble) => trouble,
         });
@@ -57,34 +58,19 @@ impl Stop {
         kept.and(answer)
     }
 
-    /// Writes the snapshot of a machine that stands still. It gets its name when all of it is on
-    /// the disk.
-    async fn keep(&self) -> Result<(), Kept> {
-        let partial = with_ending(&self.path, ".partial");
-        let result = self.write(&partial).await;
-        if result.is_err() {
-            // There may be none.
-            let _ = fs::remove_file(&partial);
-        }
-        result
-    }
-
-    async fn write(&self, partial: &Path) -> Result<(), Kept> {
-        // A monitor that is still there may have the old one.
-        let _ = fs::remove_file(partial);
-        let options = File::options().read(true).write(true).create_new(true).mode(0o600).clone();
-        let file = options.open(partial)?;
+    /// Writes the snapshot of a machine that stands still. Until all of it is on the disk, the file
+    /// has no name (open(2), `O_TMPFILE`): nothing is left of it if this process is killed.
+    async fn keep(&self, directory: &Path) -> Result<(), Kept> {
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::TMPFILE;
+        let file = rustix::fs::open(directory, flags, Mode::RUSR | Mode::WUSR);
+        let file = File::from(file.map_err(io::Error::from)?);
         let answer = send(&self.socket, &json!({ "path": self.path }).to_string(), &file).await?;
         if answer.split(' ').nth(1) != Some("200") {
             let text = answer.split_once("\r\n\r\n").map_or(&*answer, |(_, body)| body);
             return Err(Kept::Monitor(Trouble::Refused(repeatable(text))));
         }
-        let (from, to) = (partial.to_owned(), self.path.clone());
-        let named = tokio::task::spawn_blocking(move || {
-            file.sync_all()?;
-            fs::rename(&from, &to)?;
-            File::open(to.parent().unwrap_or(Path::new("/")))?.sync_all()
-        });
+        let path = self.path.clone();
+        let named = tokio::task::spawn_blocking(move || publish(&file, &path));
         named.await.map_err(io::Error::from)??;
         Ok(())
     }
@@ -94,6 +80,18 @@ fn with_ending(path: &Path, ending: &str) -> PathBuf {
     let mut path = path.as_os_str().to_owned();
     path.push(ending);
     path.into()
+}
+
+/// Gives a file its name, which an earlier snapshot may have.
+fn publish(file: &File, path: &Path) -> io::Result<()> {
+    file.sync_all()?;
+    let partial = with_ending(path, ".partial");
+    // Of a process that was killed just here.
+    let _ = fs::remove_file(&partial);
+    let open = format!("/proc/self/fd/{}", file.as_raw_fd());
+    rustix::fs::linkat(CWD, open, CWD, &partial, AtFlags::SYMLINK_FOLLOW)?;
+    fs::rename(&partial, path)?;
+    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
 }
 
 /// Why there is no snapshot.
