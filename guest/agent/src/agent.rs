@@ -18,6 +18,7 @@ use ebb_agent::protocol::{COMMAND_LIMIT_BYTES, Command, Crash, Event, JOB_LIMIT,
 use ebb_agent::random_numbers;
 use ebb_agent::tcp_echo;
 use ebb_agent::timed_reads;
+use ebb_agent::trace_load;
 use ebb_agent::vsock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{WaitOptions, wait};
@@ -235,6 +236,9 @@ impl Agent {
             }
             Command::DiskLoad(load) => {
                 return self.job(id, move || document(&disk_load::run(&load)?));
+            }
+            Command::TraceLoad(load) => {
+                return self.job(id, move || document(&trace_load::run(&load)?));
             }
             Command::DropCaches => {
                 return self.job(id, || commands::write_file("/proc/sys/vm/drop_caches", "3"));

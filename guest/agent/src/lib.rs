@@ -21,4 +21,5 @@ pub mod random;
 pub mod random_numbers;
 pub mod tcp_echo;
 pub mod timed_reads;
+pub mod trace_load;
 pub mod vsock;

@@ -12,6 +12,7 @@ use crate::disk_load::DiskLoad;
 use crate::meminfo::MemInfo;
 use crate::page_faults::instructions::FaultInstructions;
 use crate::page_faults::{FaultKind, TaskKind};
+use crate::trace_load::TraceLoad;
 use crate::vsock::Service;
 
 /// First byte of each event (RFC 7464, record separator).
@@ -70,6 +71,9 @@ pub enum Command {
     /// Reads and writes a disk: see [`crate::disk_load`]. Result: a
     /// [`crate::disk_load::LoadReport`].
     DiskLoad(DiskLoad),
+    /// Work with a given need of memory over time: see [`crate::trace_load`]. Result: a
+    /// [`crate::trace_load::TraceReport`].
+    TraceLoad(TraceLoad),
     /// Reads `/proc/meminfo`. Result: all values by name, in KiB.
     MemInfo,
     /// Reads `/proc/vmstat`. Result: all values by name.
