@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use ebb_host_policy::report::{Admission, Arrival, MachineStatus, Room, Status};
 use ebb_host_policy::{
-    Action, Cause, Decision, Explanation, Fit, Host, Level, Machine, Rule, Snapshot, State, decide,
-    fit, is_urgent,
+    Action, Cause, Decision, Explanation, Fit, Host, Level, Machine, Order, Rule, Snapshot, State,
+    decide, fit, is_urgent,
 };
 use ebb_page_merge::kernel::SYSFS;
 
@@ -72,10 +72,10 @@ struct Lease {
 }
 
 impl Last {
-    fn of(snapshot: Snapshot, decision: Decision) -> (Self, State) {
-        let Decision { explanations, level, cause, state, .. } = decision;
+    fn of(snapshot: Snapshot, decision: Decision) -> (Self, Vec<Order>, State) {
+        let Decision { orders, explanations, level, cause, state } = decision;
         let by_name = explanations.into_iter().rev().map(|why| (why.machine.clone(), why));
-        (Self { snapshot, explanations: by_name.collect(), level, cause }, state)
+        (Self { snapshot, explanations: by_name.collect(), level, cause }, orders, state)
     }
 }
 
@@ -174,17 +174,18 @@ impl Engine {
         let at_ms = snapshot.at_ms;
         let mut ordered = BTreeSet::new();
         self.counters.decided();
-        for order in &decision.orders {
+        let (last, orders, state) = Last::of(snapshot, decision);
+        for order in &orders {
             self.counters.ordered(&order.machine, order.action);
-            tracing::info!(machine = order.machine, action = ?order.action, "ordered");
+            let why = last.explanations.get(&order.machine).map(|why| why.rule.to_string());
+            tracing::info!(machine = order.machine, action = ?order.action, why, "ordered");
             if let Action::Balloon { target_bytes } = order.action {
                 ordered.insert(order.machine.clone());
                 self.lease(&order.machine, target_bytes, at_ms);
             }
             self.order(&order.machine, order.action, at_ms);
         }
-        self.renew(&snapshot.machines, &ordered, at_ms);
-        let (last, state) = Last::of(snapshot, decision);
+        self.renew(&last.snapshot.machines, &ordered, at_ms);
         if self.last.as_ref().is_none_or(|before| before.level != last.level) {
             tracing::info!("the host is {}", last.level);
         }
@@ -334,7 +335,7 @@ impl Engine {
     pub fn plan(&self, now_ms: u64) -> Result<Status, Unreadable> {
         let snapshot = self.snapshot(self.source.read()?, now_ms);
         let decision = decide(&snapshot, self.state.clone(), &self.config.policy);
-        let (last, state) = Last::of(snapshot, decision);
+        let (last, _, state) = Last::of(snapshot, decision);
         Ok(self.status_of(&last, state.host.since_ms))
     }
 

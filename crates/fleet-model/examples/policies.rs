@@ -23,7 +23,7 @@ fn main() {
         "pauses",
         "paused s"
     );
-    let experienced = Ebbd::with_history_of(&simulation);
+    let experienced = Ebbd::with_history_of(&simulation, &Recipe::history());
     let judged = [JUDGING_SEED];
     let seeds = if std::env::args().any(|word| word == "judge") { &judged[..] } else { &SEEDS };
     for &seed in seeds {

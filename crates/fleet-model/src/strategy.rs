@@ -8,7 +8,7 @@ use ebb_host_policy::{
 };
 
 use crate::simulation::Simulation;
-use crate::trace::Recipe;
+use crate::trace::Trace;
 
 /// A policy.
 pub trait Strategy {
@@ -36,12 +36,12 @@ pub struct Ebbd {
 }
 
 impl Ebbd {
-    /// A policy with the history of other traces on the same host.
-    pub fn with_history_of(simulation: &Simulation) -> Self {
+    /// A policy with the history of traces on the same host.
+    pub fn with_history_of(simulation: &Simulation, traces: &[Trace]) -> Self {
         let mut teacher = Self::default();
-        for seed in 101..=103 {
+        for trace in traces {
             teacher.state = State::with_history(std::mem::take(&mut teacher.state).history);
-            simulation.run(&Recipe::fleet(seed).trace(), &mut teacher);
+            simulation.run(trace, &mut teacher);
         }
         Self { state: State::with_history(teacher.state.history), ..Self::default() }
     }

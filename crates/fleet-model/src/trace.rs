@@ -13,6 +13,9 @@ pub const SEEDS: [u64; 3] = [1, 2, 3];
 /// The seed of the trace on which results count. No policy is tuned with it.
 pub const JUDGING_SEED: u64 = 4;
 
+/// Seeds of the traces that a host's history is made of.
+const HISTORY_SEEDS: [u64; 3] = [101, 102, 103];
+
 /// Machines in the order of their arrival.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Trace {
@@ -121,6 +124,11 @@ impl Recipe {
     pub fn fleet(seed: u64) -> Self {
         let (machines, every_ms) = (400, 6_000);
         Self { seed, machines, every_ms, others_permille: 40, dishonest_permille: 20 }
+    }
+
+    /// The traces that a host of experiments has run before.
+    pub fn history() -> [Trace; 3] {
+        HISTORY_SEEDS.map(|seed| Self::fleet(seed).trace())
     }
 
     /// Makes the trace.

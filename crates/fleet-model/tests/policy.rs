@@ -15,7 +15,7 @@ fn simulation() -> Simulation {
 #[test]
 fn more_machines_than_static_limits_without_harm() {
     let simulation = simulation();
-    let policy = Ebbd::with_history_of(&simulation);
+    let policy = Ebbd::with_history_of(&simulation, &Recipe::history());
     let (mut all, mut all_static) = (0, 0);
     for seed in SEEDS {
         let trace = Recipe::fleet(seed).trace();

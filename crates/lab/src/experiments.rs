@@ -10,6 +10,7 @@ pub mod clones;
 pub mod density;
 pub mod disk;
 pub mod faults;
+pub mod fleet;
 pub mod fork;
 pub mod free_pages;
 pub mod inflate;
@@ -23,7 +24,7 @@ pub mod pressure;
 pub mod warm_start;
 
 /// All experiments, in the order of the list.
-pub static ALL: [&Experiment; 18] = [
+pub static ALL: [&Experiment; 19] = [
     &density::DENSITY,
     &memhog::MEMHOG,
     &inflate::INFLATE,
@@ -31,6 +32,7 @@ pub static ALL: [&Experiment; 18] = [
     &churn::CHURN,
     &park::PARK,
     &pressure::PRESSURE,
+    &fleet::FLEET,
     &fork::FORK,
     &clones::CLONES,
     &warm_start::WARM_START,

@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use rustix::mm::Advice;
 use serde::{Deserialize, Serialize};
 
-use crate::memory::{Mapping, PAGE_BYTES, PAGE_WORDS};
-use crate::random::{Random, mix};
+use crate::memory::{Mapping, PAGE_BYTES};
+use crate::random::Random;
 
 /// A step of the work.
 const STEP: Duration = Duration::from_millis(100);
@@ -25,8 +25,6 @@ const NAP: Duration = Duration::from_millis(500);
 const PAGES_OF_STEP: usize = 64;
 /// Bytes of files that are read at a time.
 const READ_BYTES: usize = 128 << 10;
-/// Pages that are written between two reports while memory is taken.
-const PAGES_OF_GROWTH: usize = 2048;
 
 /// The work.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -165,15 +163,8 @@ impl Work<'_> {
             self.memory.advise(pages..self.pages, Advice::LinuxDontNeed)?;
             self.pages = pages;
         }
-        while self.pages < pages {
-            let end = pages.min(self.pages + PAGES_OF_GROWTH);
-            let words = self.pages * PAGE_WORDS..end * PAGE_WORDS;
-            // No page is like another.
-            let seed = mix(words.start as u64);
-            let words = self.memory.words_mut()[words].iter_mut();
-            words.enumerate().for_each(|(index, word)| *word = seed ^ index as u64);
-            self.pages = end;
-        }
+        (self.pages..pages).for_each(|page| self.memory.write_byte(page * PAGE_BYTES));
+        self.pages = pages;
         Ok(())
     }
 

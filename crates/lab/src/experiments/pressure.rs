@@ -9,7 +9,7 @@ use ebb_agent::protocol::Command;
 use serde::Serialize;
 
 use crate::LabError;
-use crate::harness::daemon::Daemon;
+use crate::harness::daemon::{Beginning, Daemon};
 use crate::harness::driver::{Driver, Tracker};
 use crate::harness::experiment::{Experiment, Needs, Run, SeriesPlan, parameters};
 use crate::harness::host::MemoryState;
@@ -116,7 +116,7 @@ fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
     let mut record = testbed.start_at(sizes.guest, &folder.path().join("idle.sock"))?;
     let program = Command::AllocTouchExit { bytes: sizes.program_mib << 20 };
     testbed.run_program(&mut record, program, sizes.program_mib)?;
-    let daemon = Daemon::start(folder.path())?;
+    let daemon = Daemon::start(folder.path(), &Beginning::default())?;
     testbed.events().step(record.guest, "is idle");
     thread::sleep(IDLE);
     let pid = testbed.pid(record.guest)?;

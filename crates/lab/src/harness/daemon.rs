@@ -9,6 +9,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
 
+use ebb_host_policy::State;
+use serde_json::json;
+
 use crate::LabError;
 use crate::harness::guest_process::end_with_parent;
 
@@ -22,6 +25,17 @@ pub struct Ordered {
     pub at: Instant,
     /// What was ordered, as the daemon prints it.
     pub action: String,
+    /// The rule that has decided it, with its inputs; `None` if the daemon gave none.
+    pub why: Option<String>,
+}
+
+/// What a daemon is started with.
+#[derive(Debug, Default)]
+pub struct Beginning<'a> {
+    /// Lines of its configuration, besides the directory of the machines.
+    pub settings: &'a str,
+    /// What it remembers.
+    pub state: Option<&'a State>,
 }
 
 /// A running daemon; it is killed when dropped, and balloons that it has set are released then.
@@ -47,16 +61,24 @@ impl Daemon {
         })
     }
 
-    /// Starts it for the machines whose sockets are in this directory, with its default policy.
+    /// Starts it for the machines whose sockets are in this directory.
     ///
     /// # Errors
     /// [`LabError::MissingFile`], [`LabError::SystemFile`] and [`LabError::StartMonitor`].
-    pub fn start(machines: &Path) -> Result<Self, LabError> {
+    pub fn start(machines: &Path, beginning: &Beginning<'_>) -> Result<Self, LabError> {
         let folder = tempfile::tempdir().map_err(LabError::of_file(env::temp_dir()))?;
         let at = |name: &str| folder.path().join(name);
         let config = at("ebbd.toml");
-        let text = format!("machines = [{:?}]\n", machines.display().to_string());
+        let folder_of_machines = machines.display().to_string();
+        let text = format!("machines = [{folder_of_machines:?}]\n{}", beginning.settings);
         fs::write(&config, text).map_err(LabError::of_file(&config))?;
+        if let Some(state) = beginning.state {
+            // Of its times, only those of this start of the host are used.
+            let saved = json!({ "boot": "", "state": state }).to_string();
+            let path = at("state").join("state.json");
+            let written = fs::create_dir(at("state")).and_then(|()| fs::write(&path, saved));
+            written.map_err(LabError::of_file(&path))?;
+        }
         let mut program = Command::new(Self::program()?);
         program.args(["--log", "info", "--config"]).arg(config);
         program.arg("--socket").arg(at("ebbd.sock")).arg("--state").arg(at("state"));
@@ -72,8 +94,9 @@ impl Daemon {
                 for line in BufReader::new(log).lines().map_while(Result::ok) {
                     let at = Instant::now();
                     tracing::debug!("ebbd: {line}");
-                    let Some(action) = action_of(&line) else { continue };
-                    let order = Ordered { at, action: action.to_owned() };
+                    let Some((action, why)) = order_in(&line) else { continue };
+                    let why = (!why.is_empty()).then(|| why.to_owned());
+                    let order = Ordered { at, action: action.to_owned(), why };
                     orders.lock().unwrap_or_else(PoisonError::into_inner).push(order);
                 }
             });
@@ -100,10 +123,12 @@ impl Drop for Daemon {
     }
 }
 
-/// The action in a line of the log about an order.
-fn action_of(line: &str) -> Option<&str> {
-    line.contains("ordered").then_some(())?;
-    line.split_once("action=").map(|(_, action)| action.trim())
+/// The action in a line of the log about an order, and the rule behind it.
+fn order_in(line: &str) -> Option<(&str, &str)> {
+    let (_, order) = line.split_once(" ordered ")?;
+    let (_, action) = order.split_once("action=")?;
+    let (action, why) = action.split_once(" why=").unwrap_or((action, ""));
+    Some((action.trim(), why.trim().trim_matches('"')))
 }
 
 #[cfg(test)]
@@ -112,9 +137,13 @@ mod tests {
 
     #[test]
     fn orders_are_found_in_the_log() {
-        let line = " INFO ordered machine=\"web-1\" action=Balloon { target_bytes: 4096 }";
-        assert_eq!(action_of(line), Some("Balloon { target_bytes: 4096 }"));
-        assert_eq!(action_of(" INFO the host is tight"), None);
-        assert_eq!(action_of(" INFO an earlier job has not ended action=Park"), None);
+        let line = " INFO ordered machine=\"web-1\" action=Balloon { target_bytes: 4096 } \
+                    why=\"the host is pressed\"";
+        let balloon = "Balloon { target_bytes: 4096 }";
+        assert_eq!(order_in(line), Some((balloon, "the host is pressed")));
+        assert_eq!(order_in(" INFO ordered machine=\"a\" action=Park"), Some(("Park", "")));
+        assert_eq!(order_in(" INFO ordered action=Park why=\"\""), Some(("Park", "")));
+        assert_eq!(order_in(" INFO the host is tight"), None);
+        assert_eq!(order_in(" INFO an earlier job has not ended action=Park"), None);
     }
 }

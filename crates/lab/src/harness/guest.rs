@@ -47,6 +47,33 @@ pub struct Begun {
     sent: Instant,
 }
 
+impl Begun {
+    /// When it was sent.
+    pub fn sent(self) -> Instant {
+        self.sent
+    }
+
+    /// Its end in a guest's output.
+    fn end_in(self, said: &Said) -> Option<Result<Answer, GuestProblem>> {
+        let Some((arrival, outcome)) = said.end_of(self.id) else {
+            // After a second start the guest no longer has the command.
+            let restarted = said.starts().nth(1).is_some();
+            let problem = GuestProblem::Protocol("the guest restarted".to_owned());
+            return restarted.then_some(Err(problem));
+        };
+        Some(match outcome {
+            Ok((elapsed, result)) => Ok(Answer {
+                sent: self.sent,
+                answered: arrival.begun,
+                elapsed,
+                waited: arrival.at - self.sent,
+                result: result.clone(),
+            }),
+            Err(error) => Err(GuestProblem::Failed(error.to_owned())),
+        })
+    }
+}
+
 impl Guest {
     /// Starts a monitor whose guest has its serial console on the monitor's standard input and
     /// output.
@@ -110,6 +137,11 @@ impl Guest {
         let ready = |said: &Said| said.starts().next().map(|arrival| arrival.at);
         let at = self.wait("sign of its agent", deadline, limit, &mut || {}, ready)?;
         Ok(at - self.started)
+    }
+
+    /// Whether its agent has sent its first event.
+    pub fn is_ready(&self) -> bool {
+        self.process.transcript().lock().starts().next().is_some()
     }
 
     /// Time from the start of the monitor to this moment.
@@ -182,31 +214,22 @@ impl Guest {
 
     fn await_end(
         &mut self,
-        Begun { id, sent }: Begun,
+        begun: Begun,
         deadline: Instant,
         limit: Duration,
         look: &mut dyn FnMut(),
     ) -> Result<Answer, LabError> {
-        let end = |said: &Said| {
-            let Some((arrival, outcome)) = said.end_of(id) else {
-                // After a second start the guest no longer has the command.
-                let restarted = said.starts().nth(1).is_some();
-                let problem = GuestProblem::Protocol("the guest restarted".to_owned());
-                return restarted.then_some(Err(problem));
-            };
-            Some(match outcome {
-                Ok((elapsed, result)) => Ok(Answer {
-                    sent,
-                    answered: arrival.begun,
-                    elapsed,
-                    waited: arrival.at - sent,
-                    result: result.clone(),
-                }),
-                Err(error) => Err(GuestProblem::Failed(error.to_owned())),
-            })
-        };
-        self.wait("end of its command", deadline, limit, look, end)?
+        self.wait("end of its command", deadline, limit, look, |said| begun.end_in(said))?
             .map_err(|problem| self.failed(problem))
+    }
+
+    /// The end of a started command; `None` while it is executed.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when the command has failed.
+    pub fn end_of(&mut self, begun: Begun) -> Result<Option<Answer>, LabError> {
+        let end = begun.end_in(&self.process.transcript().lock());
+        end.transpose().map_err(|problem| self.failed(problem))
     }
 
     /// The error for a guest that has ended by itself; `None` while it runs.

@@ -11,6 +11,8 @@ use crate::harness::proc::{self, ProcessMemory};
 use crate::report::results::{Host, Machine, MemoryLimit, Place};
 
 const MEMINFO: &str = "/proc/meminfo";
+const VMSTAT: &str = "/proc/vmstat";
+const PAGE_BYTES: u64 = 4096;
 const ZONEINFO: &str = "/proc/zoneinfo";
 const KIB_PER_MIB: u64 = 1024;
 /// Memory that a warm-up does not touch, so that it neither swaps nor triggers the OOM killer.
@@ -135,6 +137,15 @@ impl Gauge {
         };
         Usage { used_mib, swap_used_mib }
     }
+}
+
+/// Written to swap since the host's start, in bytes (`pswpout` of /proc/vmstat).
+pub fn swap_out_bytes() -> Result<u64, LabError> {
+    let text = read(VMSTAT)?;
+    let pages = text.lines().find_map(|line| line.strip_prefix("pswpout ")?.trim().parse().ok());
+    let pages: u64 =
+        pages.ok_or_else(|| LabError::MissingField { path: VMSTAT.into(), field: "pswpout" })?;
+    Ok(pages * PAGE_BYTES)
 }
 
 /// Memory of a process; `None` when it has ended.

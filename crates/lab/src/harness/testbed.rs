@@ -295,6 +295,27 @@ impl<'a> Testbed<'a> {
         Ok(guest)
     }
 
+    /// Starts the next guest's monitor with its control socket at this path, without waiting for
+    /// the guest; returns the guest's number.
+    ///
+    /// # Errors
+    /// [`LabError::StartMonitor`] and [`LabError::Missing`].
+    pub fn begin_start(
+        &mut self,
+        size: GuestSize,
+        control: &Path,
+        devices: &[Device<'_>],
+        arguments: &[&str],
+    ) -> Result<u32, LabError> {
+        let devices = self.arguments(devices);
+        let all: Vec<&str> =
+            devices.iter().map(String::as_str).chain(arguments.iter().copied()).collect();
+        let guest = self.launch(size, Some(control), &all)?;
+        let number = guest.number();
+        self.guests.push(guest);
+        Ok(number)
+    }
+
     /// Runs a program that uses `program_mib` in a guest, and records the guest's peak.
     ///
     /// # Errors
@@ -544,7 +565,11 @@ impl<'a> Testbed<'a> {
         self.start(size, Some(control), &[])
     }
 
-    fn guest(&mut self, number: u32) -> Result<&mut Guest, LabError> {
+    /// A guest that was started and not ended.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] for any other.
+    pub fn guest(&mut self, number: u32) -> Result<&mut Guest, LabError> {
         let guest = self.guests.iter_mut().find(|guest| guest.number() == number);
         guest.ok_or_else(|| LabError::unexpected(number, "it was never started"))
     }
