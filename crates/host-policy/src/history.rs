@@ -167,7 +167,7 @@ pub fn fit(
         let known = assess(machine, snapshot.at_ms, settings.stale_ms);
         let now = need_bytes(machine, known.as_ref());
         let (name, profile) = settings.profile(&machine.name);
-        let sizes = (round_up(machine.size_bytes), round_up(now));
+        let sizes = (round_up(machine.size_bytes), grid.whole_cells(now));
         let is_held = state.machines.get(&machine.name).is_some_and(|it| it.is_held);
         let may_wait = !is_held && machine.means.has(Mean::Pause) && settings.may_pause(profile);
         let delays = if may_wait { Delays::Possible } else { Delays::Impossible };
@@ -218,9 +218,9 @@ pub fn fit(
     }
 }
 
-/// Rounds up to a few significant bits, so that there are few different sizes.
+/// Rounds up to a few significant bits, by 3 % at most, so that there are few different sizes.
 fn round_up(bytes: u64) -> u64 {
-    let step = (bytes / 8).max(1).next_power_of_two();
+    let step = (bytes / 64).max(1).next_power_of_two();
     bytes.next_multiple_of(step)
 }
 
@@ -280,6 +280,12 @@ struct Grid {
 }
 
 impl Grid {
+    /// Rounded up: a difference within a cell makes none in a distribution. Memory that machines
+    /// occupy has few different values, since the host has only so many cells.
+    fn whole_cells(&self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.cell_bytes).saturating_mul(self.cell_bytes)
+    }
+
     fn exactly(&self, bytes: u64) -> Distribution {
         let mut distribution = Distribution { cells: vec![0.0; CELLS], too_much: 0.0 };
         match distribution.cells.get_mut(bytes.div_ceil(self.cell_bytes) as usize) {

@@ -176,6 +176,43 @@ fn how_many_fit_grows_with_what_is_known() {
     assert_eq!(fit(&pressed, &state, &settings, "default", MIB, 9).machines, 0);
 }
 
+/// Machines that run count with what was known of them before: as many as fit are admitted one
+/// after the other. The numbers are a host's memory in GiB and what each machine needs in MiB.
+#[test]
+fn those_that_fit_are_admitted() {
+    let settings = Settings { pause_ms: 0, ..Settings::default() };
+    let see = |second: u64, total_bytes: u64, need_bytes: u64, running: u64| {
+        let mut one = idle("", 1000 * second);
+        one.resident_bytes = Some(need_bytes);
+        one.statistics.as_mut().unwrap().available_bytes = Some(4 * GIB - need_bytes);
+        let machine = |number| Machine { name: format!("m-{number}"), ..one.clone() };
+        let available_bytes = total_bytes - running * need_bytes;
+        Snapshot {
+            at_ms: 1000 * second,
+            host: Host { total_bytes, available_bytes, swap: None, pressure: None },
+            machines: (0..running).map(machine).collect(),
+        }
+    };
+    let end = 100 * 3600;
+    for (total_gib, need_mib) in [(20, 1100), (20, 1300), (40, 800), (100, 1030)] {
+        let (total_bytes, need_bytes) = (total_gib * GIB, need_mib * MIB);
+        let state = (0..end).fold(State::default(), |state, second| {
+            decide(&see(second, total_bytes, need_bytes, 1), state, &settings).state
+        });
+        let fits = |running| {
+            let now = see(end, total_bytes, need_bytes, running);
+            fit(&now, &state, &settings, "default", 4 * GIB, 1000).machines
+        };
+        let all = fits(0);
+        for running in 0..all {
+            assert!(running + fits(running) >= all, "{need_mib}: {running} of {all}");
+        }
+        // Above the limit of an emergency, and beside one that needs what was never seen.
+        let most = (total_bytes / 100 * 95 - (4 * GIB - need_bytes)) / need_bytes;
+        assert!(all <= most && 100 * all >= 85 * most, "{need_mib}: {all} of {most}");
+    }
+}
+
 #[test]
 fn history_counts_seconds() {
     let (settings, mut state) = (Settings::default(), State::default());

@@ -1,6 +1,8 @@
 //! `ebbd` and `ebb host`: what is taken from machines, that it is given back however the daemon
 //! ends, and that a bad monitor costs only its own machine.
 
+mod fit;
+
 use std::fs;
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixListener;
@@ -30,6 +32,7 @@ pub const TESTS: &[Test] = &[
     Test::new("host::peaks_follow_each_other", 300, peaks_follow_each_other),
     Test::new("host::firecracker_s_api", 300, firecracker_s_api),
     Test::new("host::parked_machines_are_stopped", 300, parked_machines_are_stopped),
+    Test::new("host::fit_is_what_fits", 400, fit::is_what_fits),
     Test::new("host::settings_of_ksm", 120, settings_of_ksm).merging(),
 ];
 

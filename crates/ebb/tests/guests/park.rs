@@ -69,7 +69,7 @@ fn park(guest: &Guest, body: &Value) -> ParkReport {
 }
 
 /// A counter of the host's `/proc/vmstat`.
-fn host_counter(name: &str) -> u64 {
+pub fn host_counter(name: &str) -> u64 {
     let text = std::fs::read_to_string("/proc/vmstat").unwrap();
     let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
     value.unwrap_or_else(|| panic!("no {name}")).parse().unwrap()
