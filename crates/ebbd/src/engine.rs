@@ -20,7 +20,7 @@ use crate::ksm::{self, KsmSettings};
 use crate::metrics::{Counters, Observed};
 use crate::monitors::Undo;
 use crate::store::{Store, StoreError};
-use crate::watchdog::{Entry, Watchdog};
+use crate::watchdog::{Entry, Watchdog, undo_last};
 
 /// How often directories are searched for sockets.
 const DISCOVER_MS: u64 = 2_000;
@@ -42,6 +42,8 @@ pub struct Engine {
     /// The result of the save under way.
     saving: Option<Saving>,
     watchdog: Watchdog,
+    /// What is being undone at machines that have left the configuration, and whether it is undone.
+    undoing: BTreeMap<Entry, Arc<OnceLock<bool>>>,
     admissions: Admissions,
     last: Option<Last>,
     /// The balloons that this daemon has set: their targets, and when their leases were renewed.
@@ -93,6 +95,7 @@ impl Engine {
             store: Arc::new(store),
             saving: None,
             watchdog,
+            undoing: BTreeMap::new(),
             admissions: Admissions::default(),
             last: None,
             leases: BTreeMap::new(),
@@ -212,18 +215,44 @@ impl Engine {
     /// and what an earlier daemon has left is undone.
     fn watch(&mut self, now_ms: u64) {
         for entry in self.watchdog.entries() {
-            let link = self.fleet.at(&entry.place);
-            let has_gone = || self.fleet.has_gone(&entry.place);
-            if link.map_or_else(has_gone, |link| link.view().is_undone(entry.undo)) {
+            let is_undone = match self.fleet.at(&entry.place) {
+                Some(link) => {
+                    let is_undone = link.view().is_undone(entry.undo);
+                    if !is_undone && !self.is_wanted(&entry, link) {
+                        link.order(entry.undo.action(), Duration::ZERO);
+                    }
+                    self.undoing.remove(&entry);
+                    is_undone
+                }
+                None => self.fleet.has_gone(&entry.place) || self.undo_unlinked(&entry),
+            };
+            if is_undone {
                 self.watchdog.settle(&entry, now_ms);
-            } else if let Some(link) = link.filter(|link| !self.is_wanted(&entry, link)) {
-                link.order(entry.undo.action(), Duration::ZERO);
             }
         }
+        let entries = self.watchdog.entries();
+        self.undoing.retain(|entry, _| entries.contains(entry));
         match self.watchdog.beat() {
             Ok(()) => self.solve("watchdog"),
             Err(error) => self.problem("watchdog", error.to_string()),
         }
+    }
+
+    /// Undoes what was taken from a machine that has left the configuration. Returns whether it is
+    /// undone.
+    fn undo_unlinked(&mut self, entry: &Entry) -> bool {
+        let begin = || {
+            let (entry, outcome) = (entry.clone(), Arc::new(OnceLock::new()));
+            let told = outcome.clone();
+            tokio::spawn(async move { told.set(undo_last(entry).await) });
+            outcome
+        };
+        let outcome = self.undoing.entry(entry.clone()).or_insert_with(begin).get().copied();
+        if outcome == Some(false) {
+            // It is tried again.
+            self.undoing.remove(entry);
+        }
+        outcome == Some(true)
     }
 
     /// Whether what was done is to last: not what an earlier daemon has left, and no pause that was

@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 use crate::monitors::{Place, Undo};
 
 pub use process::main;
+pub(crate) use process::undo_last;
 
 /// The argument that runs the program as the second process.
 pub const ARGUMENT: &str = "watchdog";

@@ -7,12 +7,13 @@ mod fake;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::{Arc, Mutex};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -30,7 +31,7 @@ impl Scene {
     fn start(snapshot: Option<(u16, Value)>) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
-        for name in ["machines", "snapshots"] {
+        for name in ["machines", "others", "snapshots"] {
             fs::create_dir(path(name)).unwrap();
         }
         let asked = Arc::new(Mutex::new(Vec::<String>::new()));
@@ -52,14 +53,7 @@ impl Scene {
                 _ => Some(ok()),
             }
         });
-        let text = format!(
-            "machines = [\"{}\"]\nsnapshots = \"{}\"\ninterval_ms = 200\n[policy]\n\
-             tight_percent = 99\npressed_percent = 98\nemergency_percent = 1\n\
-             [policy.default]\nclass = \"parked\"\n",
-            path("machines").display(),
-            path("snapshots").display()
-        );
-        fs::write(path("ebbd.toml"), text).unwrap();
+        fs::write(path("ebbd.toml"), configuration(directory.path(), "machines")).unwrap();
         let mut program = Command::new(env!("CARGO_BIN_EXE_ebbd"));
         program.args(["--log", "error", "--config"]).arg(path("ebbd.toml"));
         program.arg("--state").arg(path("state")).arg("--socket").arg(path("ebbd.sock"));
@@ -94,6 +88,17 @@ impl Drop for Scene {
     }
 }
 
+/// A configuration with the machines of this directory.
+fn configuration(directory: &Path, machines: &str) -> String {
+    format!(
+        "machines = [\"{}\"]\nsnapshots = \"{}\"\ninterval_ms = 200\n[policy]\n\
+         tight_percent = 99\npressed_percent = 98\nemergency_percent = 1\n\
+         [policy.default]\nclass = \"parked\"\n",
+        directory.join(machines).display(),
+        directory.join("snapshots").display()
+    )
+}
+
 fn ok() -> (u16, Value) {
     (200, json!({}))
 }
@@ -126,4 +131,17 @@ fn a_machine_whose_daemon_is_killed_goes_on() {
     let asked = scene.until("PUT /vm/resume");
     assert_eq!(asked, ["PUT /vm/pause", "PUT /vm/snapshot", "PUT /vm/resume"]);
     assert!(scene.snapshots().is_empty());
+}
+
+#[test]
+fn a_machine_that_leaves_the_configuration_goes_on() {
+    let mut scene = Scene::start(None);
+    scene.until("PUT /vm/snapshot");
+    let text = configuration(scene.directory.path(), "others");
+    fs::write(scene.directory.path().join("ebbd.toml"), text).unwrap();
+    let pid = Pid::from_raw(scene.daemon.id().cast_signed()).unwrap();
+    kill_process(pid, Signal::HUP).unwrap();
+    let asked = scene.until("PUT /vm/resume");
+    assert_eq!(asked, ["PUT /vm/pause", "PUT /vm/snapshot", "PUT /vm/resume"]);
+    assert!(scene.daemon.try_wait().unwrap().is_none() && scene.snapshots().is_empty());
 }

@@ -87,7 +87,8 @@ async fn next(lines: &mut Lines<BufReader<Receiver>>) -> Option<Line> {
     }
 }
 
-async fn undo_last(entry: Entry) -> bool {
+/// Undoes something, with several attempts. Returns whether it is undone.
+pub(crate) async fn undo_last(entry: Entry) -> bool {
     for attempt in 1..=ATTEMPTS {
         let problem = match timeout(ATTEMPT_LIMIT, undo(&entry.place, entry.undo)).await {
             Ok(Ok(())) => return true,
@@ -99,7 +100,7 @@ async fn undo_last(entry: Entry) -> bool {
             return true;
         }
         if attempt == 1 || attempt == ATTEMPTS {
-            eprintln!("ebbd watchdog: {}: {problem}", entry.place);
+            eprintln!("ebbd: {}: cannot undo what was taken: {problem}", entry.place);
         }
         sleep(PAUSE).await;
     }
