@@ -24,6 +24,8 @@ const MOST_OBSERVATIONS: u64 = 4_000_000;
 const LASTS_SECONDS: u64 = 10;
 /// Parts that a host's memory is divided into.
 const CELLS: usize = 512;
+/// No machine and its monitor need less.
+const LEAST_BYTES: u64 = 1 << 20;
 
 /// What machines have needed, by profile and by the binary logarithm of their size.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -70,8 +72,8 @@ impl History {
         sizes.fold(0, |sum, it| sum.saturating_add(it.observed_seconds()))
     }
 
-    fn alike(&self, profile: &str, size_bytes: u64) -> Option<&Alike> {
-        self.profiles.get(profile)?.get(&log(size_bytes))
+    fn alike(&self, profile: &str, size_log: u32) -> Option<&Alike> {
+        self.profiles.get(profile)?.get(&size_log)
     }
 }
 
@@ -96,11 +98,15 @@ fn need_bytes(machine: &Machine, known: Result<&Known, &Doubt>) -> u64 {
     }
 }
 
+/// In which part of a machine's size a need ends.
+fn part_of(need_bytes: u64, size_bytes: u64) -> usize {
+    part(need_bytes, PARTS as u64, size_bytes).min(PARTS as u64 - 1) as usize
+}
+
 impl Needs {
     fn note(&mut self, need_bytes: u64, size_bytes: u64) {
         self.counts.resize(PARTS, 0);
-        let index = part(need_bytes, PARTS as u64, size_bytes).min(PARTS as u64 - 1);
-        let count = &mut self.counts[index as usize];
+        let count = &mut self.counts[part_of(need_bytes, size_bytes)];
         *count = count.saturating_add(1);
         self.sum = self.sum.saturating_add(1);
         if self.sum >= MOST_OBSERVATIONS {
@@ -162,26 +168,28 @@ pub fn fit(
     let grid = Grid { cell_bytes: (capacity_bytes / CELLS as u64).max(1) };
 
     // Machines of one profile, of about one size, that need about the same now, are alike.
-    let mut alike = BTreeMap::<(&str, u64, u64, bool, Delays), u64>::new();
+    let mut alike = BTreeMap::<(&str, u32, u64, usize, bool, Delays), u64>::new();
     for machine in &snapshot.machines {
         let known = assess(machine, snapshot.at_ms, settings.stale_ms);
         let now = need_bytes(machine, known.as_ref());
         let (name, profile) = settings.profile(&machine.name);
-        let sizes = (round_up(machine.size_bytes), grid.whole_cells(now));
         let is_held = state.machines.get(&machine.name).is_some_and(|it| it.is_held);
         let may_wait = !is_held && machine.means.has(Mean::Pause) && settings.may_pause(profile);
         let delays = if may_wait { Delays::Possible } else { Delays::Impossible };
-        *alike.entry((name, sizes.0, sizes.1, known.is_ok(), delays)).or_default() += 1;
+        let (size_log, size_bytes) = (log(machine.size_bytes), round_up(machine.size_bytes));
+        let now = part_of(now, machine.size_bytes);
+        *alike.entry((name, size_log, size_bytes, now, known.is_ok(), delays)).or_default() += 1;
     }
     let mut sum = Sum::nothing();
-    for ((profile, size_bytes, now_bytes, is_known, delays), count) in alike {
-        let alike = state.history.alike(profile, size_bytes);
+    for ((profile, size_log, size_bytes, now, is_known, delays), count) in alike {
+        let alike = state.history.alike(profile, size_log);
         let needs = alike.map(|it| if is_known { &it.known } else { &it.doubted });
-        let need = grid.need(needs.as_slice(), size_bytes, now_bytes);
+        let need = grid.need(needs.as_slice(), size_bytes, now);
         sum.add(&grid, &need, size_bytes, delays, count);
     }
     // Whether a new one will be believed is not known. Its monitor is like the others.
-    let alike_one = state.history.alike(profile, size_bytes);
+    let alike_one = state.history.alike(profile, log(size_bytes));
+    let size_bytes = round_up(size_bytes);
     let needs: Vec<&Needs> = alike_one.iter().flat_map(|it| [&it.known, &it.doubted]).collect();
     let one = grid.need(&needs, size_bytes, 0);
     let may_wait = snapshot.machines.iter().all(|machine| machine.means.has(Mean::Pause))
@@ -203,19 +211,43 @@ pub fn fit(
         (fit.risk_of_next_ppm, fit.delay_of_next_ppm) = (1_000_000, 1_000_000);
         return fit;
     }
-    loop {
-        sum.add(&grid, &one, size_bytes, delays, 1);
-        fit.largest_claim_bytes = sum.largest_claim_bytes;
-        fit.risk_of_next_ppm = sum.with_delays(&grid).too_much_ppm();
-        fit.delay_of_next_ppm = sum.all.too_much_ppm();
-        let is_too_much = fit.risk_of_next_ppm > settings.risk_ppm
-            || fit.delay_of_next_ppm > settings.delay_ppm
-            || fit.machines == most;
-        if is_too_much {
-            return fit;
-        }
-        fit.machines += 1;
+    let with = |count| {
+        let mut with = sum.clone();
+        with.add(&grid, &one, size_bytes, delays, count);
+        with
+    };
+    let fits = |count| {
+        let with = with(count);
+        with.with_delays(&grid).too_much_ppm() <= settings.risk_ppm
+            && with.all.too_much_ppm() <= settings.delay_ppm
+    };
+    fit.machines = largest(most, fits);
+    let with_next = with(fit.machines.saturating_add(1));
+    fit.largest_claim_bytes = with_next.largest_claim_bytes;
+    fit.risk_of_next_ppm = with_next.with_delays(&grid).too_much_ppm();
+    fit.delay_of_next_ppm = with_next.all.too_much_ppm();
+    fit
+}
+
+/// The largest number up to `most` for which `holds`, which holds for all numbers below it.
+fn largest(most: u64, holds: impl Fn(u64) -> bool) -> u64 {
+    let (mut yes, mut no) = (0, 1);
+    while yes < most && no <= most && holds(no) {
+        (yes, no) = (no, no.saturating_mul(2));
     }
+    if yes == most {
+        return most;
+    }
+    no = no.min(most.saturating_add(1));
+    while no - yes > 1 {
+        let middle = yes + (no - yes) / 2;
+        if holds(middle) {
+            yes = middle;
+        } else {
+            no = middle;
+        }
+    }
+    yes
 }
 
 /// Rounds up to a few significant bits, by 3 % at most, so that there are few different sizes.
@@ -232,6 +264,7 @@ enum Delays {
 }
 
 /// What several machines need.
+#[derive(Clone)]
 struct Sum {
     all: Distribution,
     /// Only those that cannot be paused.
@@ -280,38 +313,31 @@ struct Grid {
 }
 
 impl Grid {
-    /// Rounded up: a difference within a cell makes none in a distribution. Memory that machines
-    /// occupy has few different values, since the host has only so many cells.
-    fn whole_cells(&self, bytes: u64) -> u64 {
-        bytes.div_ceil(self.cell_bytes).saturating_mul(self.cell_bytes)
-    }
-
     fn exactly(&self, bytes: u64) -> Distribution {
-        let mut distribution = Distribution { cells: vec![0.0; CELLS], too_much: 0.0 };
-        match distribution.cells.get_mut(bytes.div_ceil(self.cell_bytes) as usize) {
-            Some(cell) => *cell = 1.0,
-            None => distribution.too_much = 1.0,
-        }
+        let mut distribution = Distribution::default();
+        distribution.add(bytes.div_ceil(self.cell_bytes), 1.0);
         distribution
     }
 
-    /// What a machine needs, at least what it needs now.
-    fn need(&self, needs: &[&Needs], size_bytes: u64, now_bytes: u64) -> Distribution {
-        let mut distribution = Distribution { cells: vec![0.0; CELLS], too_much: 0.0 };
+    /// What a machine needs, at least the part of its size that it needs now.
+    fn need(&self, needs: &[&Needs], size_bytes: u64, now: usize) -> Distribution {
+        let mut distribution = Distribution::default();
+        // A need between two cells is one of them, with the same mean: rounded up, those of many
+        // machines would be far more than they are.
         let mut add = |bytes: u64, probability: f64| {
-            // At least one cell, so that the number of machines is bounded.
-            let cell = bytes.max(now_bytes).max(1).div_ceil(self.cell_bytes) as usize;
-            match distribution.cells.get_mut(cell) {
-                Some(cell) => *cell += probability,
-                None => distribution.too_much += probability,
-            }
+            let bytes = bytes.max(LEAST_BYTES);
+            let below = bytes / self.cell_bytes;
+            let above = (bytes % self.cell_bytes) as f64 / self.cell_bytes as f64;
+            distribution.add(below, probability * (1.0 - above));
+            distribution.add(below + 1, probability * above);
         };
         let unseen = (3 * LASTS_SECONDS) as f64;
         let sum = needs.iter().map(|needs| needs.sum as f64).sum::<f64>() + unseen;
         add(size_bytes, unseen / sum);
         for (index, count) in needs.iter().flat_map(|needs| needs.counts.iter().enumerate()) {
             if *count > 0 {
-                add(part(size_bytes, index as u64 + 1, PARTS as u64), *count as f64 / sum);
+                let parts = index.max(now) as u64 + 1;
+                add(part(size_bytes, parts, PARTS as u64), *count as f64 / sum);
             }
         }
         distribution
@@ -319,25 +345,40 @@ impl Grid {
 }
 
 /// Probabilities of needing 0, 1, 2 ... cells, and more than all.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 struct Distribution {
+    /// Without those after the last one that is possible.
     cells: Vec<f64>,
     too_much: f64,
 }
 
 impl Distribution {
     fn nothing() -> Self {
-        let mut cells = vec![0.0; CELLS];
-        cells[0] = 1.0;
-        Self { cells, too_much: 0.0 }
+        Self { cells: vec![1.0], too_much: 0.0 }
+    }
+
+    /// Adds the probability of needing so many cells.
+    fn add(&mut self, cell: u64, probability: f64) {
+        if probability == 0.0 {
+            return;
+        }
+        if cell >= CELLS as u64 {
+            self.too_much += probability;
+            return;
+        }
+        let cell = cell as usize;
+        self.cells.resize(self.cells.len().max(cell + 1), 0.0);
+        self.cells[cell] += probability;
     }
 
     /// The sum of two independent ones.
     fn and(&self, other: &Self) -> Self {
-        let mut cells = vec![0.0; CELLS];
+        let length = (self.cells.len() + other.cells.len()).saturating_sub(1).min(CELLS);
+        let mut cells = vec![0.0; length];
         let mut too_much = self.too_much + other.too_much - self.too_much * other.too_much;
         for (index, a) in self.cells.iter().enumerate().filter(|(_, a)| **a > 0.0) {
-            let (fits, over) = other.cells.split_at(CELLS - index);
+            let room = (CELLS - index).min(other.cells.len());
+            let (fits, over) = other.cells.split_at(room);
             for (cell, b) in cells[index..].iter_mut().zip(fits) {
                 *cell += a * b;
             }
@@ -370,5 +411,45 @@ impl Distribution {
         let mean: f64 = cells.map(|(index, probability)| index as f64 * probability).sum();
         let mean = mean + self.too_much * CELLS as f64;
         (mean * grid.cell_bytes as f64) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn the_largest_number_is_found(bound in 0..200_u64, most in 0..300_u64) {
+            prop_assert_eq!(largest(most, |number| number <= bound), bound.min(most));
+        }
+
+        #[test]
+        fn sums_keep_the_mean(needs in prop::collection::vec(1..400_u64, 1..30), cell in 1..90_u64) {
+            let grid = Grid { cell_bytes: cell << 20 };
+            let mut sum = Distribution::nothing();
+            for mib in &needs {
+                let mut counts = vec![0; PARTS];
+                counts[PARTS - 1] = 1;
+                let sum_of_one = Needs { counts, sum: 1 };
+                sum = sum.and(&grid.need(&[&sum_of_one], mib << 20, 0));
+            }
+            let all = needs.iter().sum::<u64>() << 20;
+            let fits = all.div_ceil(grid.cell_bytes) + needs.len() as u64 <= CELLS as u64;
+            prop_assume!(fits);
+            prop_assert!(sum.too_much == 0.0);
+            prop_assert!(sum.mean_bytes(&grid).abs_diff(all) < 1 << 10);
+        }
+    }
+
+    #[test]
+    fn the_largest_of_all_numbers_needs_few_tries() {
+        let tries = std::cell::Cell::new(0);
+        let found = largest(u64::MAX, |number| {
+            tries.set(tries.get() + 1);
+            number <= 1 << 40
+        });
+        assert!(found == 1 << 40 && tries.get() < 100, "{found} {}", tries.get());
     }
 }
