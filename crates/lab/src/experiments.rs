@@ -77,8 +77,8 @@ mod tests {
         assert_eq!(
             message,
             "unknown experiment 'densitiy'; available: density, memhog, inflate, free-pages, \
-             churn, park, pressure, fork, clones, warm-start, migrate, faults, clock, merge-speed, \
-             numa-merge, network, disk, boot"
+             churn, park, pressure, fleet, fork, clones, warm-start, migrate, faults, clock, \
+             merge-speed, numa-merge, network, disk, boot"
         );
     }
 

@@ -7,6 +7,7 @@
 mod policy;
 mod work;
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -65,6 +66,8 @@ struct Sizes {
 const MOST_MACHINES: u32 = 60;
 /// How often the machines are looked at.
 const LOOK: Duration = Duration::from_millis(50);
+/// How often the progress is shown, in seconds.
+const PROGRESS_S: u64 = 30;
 /// The directory of the monitors' sockets.
 const MACHINES: &str = "machines";
 /// Where a guest's files are, and where it reports how far its work is.
@@ -124,6 +127,8 @@ struct Found {
     swap_out_bytes: u64,
     orders: usize,
     unexplained: usize,
+    /// How many orders there were of each kind.
+    kinds: BTreeMap<String, usize>,
     /// Machines that ended before their work did, or whose work was killed, and how.
     losses: Vec<String>,
     /// All others whose work was begun.
@@ -194,7 +199,11 @@ fn run(
     let outcome = fleet.run(Duration::from_secs(sizes.duration_s));
     let Fleet { found, .. } = fleet;
     metrics::measure(&metrics(), &found, series);
-    series.notes.extend(found.losses);
+    if !found.kinds.is_empty() {
+        let kinds = found.kinds.iter().map(|(kind, count)| format!("{kind} {count}"));
+        series.notes.push(format!("orders: {}", kinds.collect::<Vec<_>>().join(", ")));
+    }
+    series.notes.extend(found.losses.iter().cloned());
     series.details.push(DataTable::of(
         "machines that worked",
         &found.worked,
@@ -251,6 +260,12 @@ impl Fleet<'_, '_> {
                 self.found.admitted_ms += count as u64 * passed.as_millis() as u64;
                 self.found.second_half_ms += passed.as_millis() as u64;
             }
+            if now.as_secs() / PROGRESS_S > before.as_secs() / PROGRESS_S {
+                let (now_s, all_s) = (now.as_secs(), duration.as_secs());
+                let completed = self.found.completed;
+                let text = format!("{now_s} of {all_s} s: {count} work, {completed} have ended");
+                self.testbed.events().step(0, text);
+            }
             before = now;
             self.found.most = self.found.most.max(count);
             self.policy.act(working.map(|machine| &machine.running))?;
@@ -261,6 +276,7 @@ impl Fleet<'_, '_> {
         // What follows is not part of the series.
         self.found.swap_out_bytes = host::swap_out_bytes()?.saturating_sub(swapped);
         (self.found.orders, self.found.unexplained) = self.policy.orders();
+        self.found.kinds = self.policy.kinds();
         self.count_unfinished()
     }
 

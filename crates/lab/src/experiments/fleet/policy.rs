@@ -1,5 +1,6 @@
 //! What decides in a series: a simple policy that this program carries out, or `ebbd`.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -137,6 +138,18 @@ impl Policy {
                 (orders.len(), orders.iter().filter(|order| order.why.is_none()).count())
             }
         }
+    }
+
+    /// How many orders of `ebbd` there were of each kind.
+    pub fn kinds(&self) -> BTreeMap<String, usize> {
+        let mut kinds = BTreeMap::new();
+        if let Self::Daemon(daemon) = self {
+            for order in daemon.orders() {
+                let kind = order.action.split(' ').next().unwrap_or_default().to_owned();
+                *kinds.entry(kind).or_default() += 1;
+            }
+        }
+        kinds
     }
 }
 
