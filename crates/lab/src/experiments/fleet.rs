@@ -97,13 +97,13 @@ fn series() -> Vec<SeriesPlan> {
         plan(
             "static",
             "machines start as long as their sizes fit in the host's memory",
-            |testbed, series| run(testbed, series, Policy::fixed),
+            |testbed, series| run(testbed, series, |_, _| Ok(Policy::fixed())),
         ),
         plan(
             "deficit",
             "machines start while two thirds of the host's memory are available; balloons change \
              by shares of what the host lacks to one third",
-            |testbed, series| run(testbed, series, Policy::deficit),
+            |testbed, series| run(testbed, series, |sizes, _| Ok(Policy::deficit(sizes))),
         ),
         plan(
             "ebbd",
@@ -255,7 +255,8 @@ impl Fleet<'_, '_> {
                 break;
             }
             let working = self.machines.iter().filter(|machine| machine.work.is_some());
-            let count = working.clone().count();
+            let working: Vec<_> = working.map(|machine| &machine.running).collect();
+            let count = working.len();
             if let Some(passed) = now.checked_sub(before.max(duration / 2)) {
                 self.found.admitted_ms += count as u64 * passed.as_millis() as u64;
                 self.found.second_half_ms += passed.as_millis() as u64;
@@ -268,7 +269,7 @@ impl Fleet<'_, '_> {
             }
             before = now;
             self.found.most = self.found.most.max(count);
-            self.policy.act(working.map(|machine| &machine.running))?;
+            self.policy.act(&working)?;
             self.look()?;
             self.admit(now)?;
             thread::sleep(LOOK);

@@ -60,13 +60,13 @@ pub(super) struct Running {
 
 impl Policy {
     /// Sizes are never overcommitted.
-    pub fn fixed(_: &Sizes, _: &Path) -> Result<Self, LabError> {
-        Ok(Self::Simple(Simple::new(Box::new(StaticLimits), Asks::Nothing)))
+    pub fn fixed() -> Self {
+        Self::Simple(Simple::new(Box::new(StaticLimits), Asks::Nothing))
     }
 
     /// The best of the simple policies in the model (`cargo run -p ebb-fleet-model --example
     /// policies`).
-    pub fn deficit(sizes: &Sizes, _: &Path) -> Result<Self, LabError> {
+    pub fn deficit(sizes: &Sizes) -> Self {
         let bytes = |bytes| sizes.divisors.bytes(bytes);
         let deficit = Deficit {
             law: Law::Change,
@@ -74,7 +74,7 @@ impl Policy {
             keep_bytes: bytes(512 * MIB),
             admission_bytes: bytes(10 * GIB),
         };
-        Ok(Self::Simple(Simple::new(Box::new(deficit), Asks::Guests)))
+        Self::Simple(Simple::new(Box::new(deficit), Asks::Guests))
     }
 
     /// `ebbd` with its default policy, but for sizes and times that a scale divides.
@@ -119,10 +119,7 @@ impl Policy {
     }
 
     /// Carries out what is due.
-    pub fn act<'a>(
-        &mut self,
-        machines: impl Iterator<Item = &'a Running> + Clone,
-    ) -> Result<(), LabError> {
+    pub fn act(&mut self, machines: &[&Running]) -> Result<(), LabError> {
         match self {
             Self::Simple(simple) if simple.asks == Asks::Guests => simple.act(machines),
             _ => Ok(()),
@@ -170,17 +167,14 @@ impl Simple {
         Ok(Snapshot { at_ms: self.begin.elapsed().as_millis() as u64, host, machines })
     }
 
-    fn act<'a>(
-        &mut self,
-        machines: impl Iterator<Item = &'a Running> + Clone,
-    ) -> Result<(), LabError> {
+    fn act(&mut self, machines: &[&Running]) -> Result<(), LabError> {
         if Instant::now() < self.next {
             return Ok(());
         }
         let now_ms = self.begin.elapsed().as_millis() as u64;
-        let snapshot = self.snapshot(machines.clone().map(|it| it.asked(now_ms)).collect())?;
+        let snapshot = self.snapshot(machines.iter().map(|it| it.asked(now_ms)).collect())?;
         for order in self.strategy.decide(&snapshot) {
-            let named = machines.clone().find(|machine| machine.name == order.machine);
+            let named = machines.iter().find(|machine| machine.name == order.machine);
             if let (Some(machine), Action::Balloon { target_bytes }) = (named, order.action) {
                 self.orders += 1;
                 machine.set_balloon(target_bytes);
