@@ -426,7 +426,10 @@ mod tests {
         }
 
         #[test]
-        fn sums_keep_the_mean(needs in prop::collection::vec(1..400_u64, 1..30), cell in 1..90_u64) {
+        fn sums_keep_the_mean(
+            needs in prop::collection::vec(1..400_u64, 1..30),
+            cell in 1..90_u64,
+        ) {
             let grid = Grid { cell_bytes: cell << 20 };
             let mut sum = Distribution::nothing();
             for mib in &needs {
