@@ -313,6 +313,15 @@ impl ControlError {
         Self::Failed { message: error.to_string() }
     }
 
+    /// Whether the guest has not answered in time.
+    pub(crate) fn is_unanswered(&self) -> bool {
+        match self {
+            Self::NoAnswer { .. } => true,
+            Self::NoFreshStatistics { error, .. } => error.is_unanswered(),
+            _ => false,
+        }
+    }
+
     /// An operation that is not possible with a machine that is neither running nor paused.
     pub(crate) fn not_running(state: VmState) -> Self {
         match state {

@@ -35,6 +35,10 @@ const LOOK: Duration = Duration::from_millis(20);
 /// drivers/virtio/virtio_balloon.c). Looks are counted and not time, because a look waits while the
 /// host discards what the guest has given, and the guest can give no more then.
 const NO_PROGRESS_LOOKS: u32 = 50;
+/// A guest without processor time, or one that is busy with its balloon, answers late; nothing more
+/// is taken from it meanwhile. One whose balloon does not grow and that has left so many requests
+/// without an answer is not waited for.
+const MOST_UNANSWERED: u32 = 5;
 /// A guest that reports by itself and has not in so many looks, at least 2.5 s, has reported what it
 /// can: Linux waits for two seconds after a block was freed (`PAGE_REPORTING_DELAY`,
 /// mm/page_reporting.c).
@@ -357,16 +361,35 @@ impl Pulse<'_> {
             if Instant::now() >= deadline {
                 return Ended::timeout("the guest could have given more");
             }
-            std::thread::park_timeout(LOOK);
             last = now;
-            now = match self.vm.sample(ticket) {
+            now = match self.look(deadline, ticket) {
                 Ok(sample) => sample,
-                Err(error) => return Ended::stopped(error.to_string()),
+                Err(ended) => return ended,
             };
-            if !self.is_ours() {
-                return changed();
-            }
             unchanged = if pulse::has_progressed(&last, &now) { 0 } else { unchanged + 1 };
+        }
+    }
+
+    /// The guest's figures after a moment; or why there are none.
+    fn look(&self, deadline: Instant, ticket: &Ticket) -> Result<Sample, Ended> {
+        let (mut size, mut unanswered) = (0, 0);
+        loop {
+            std::thread::park_timeout(LOOK);
+            let sample = self.vm.sample(ticket);
+            let balloon = info(&lock(self.transport));
+            if balloon.target_bytes != self.target_bytes {
+                return Err(changed());
+            }
+            let error = match sample {
+                Ok(sample) => return Ok(sample),
+                Err(error) => error,
+            };
+            unanswered = if balloon.actual_bytes > size { 0 } else { unanswered + 1 };
+            size = balloon.actual_bytes;
+            let is_late = error.is_unanswered() && unanswered < MOST_UNANSWERED;
+            if !is_late || Instant::now() >= deadline {
+                return Err(Ended::stopped(error.to_string()));
+            }
         }
     }
 
@@ -377,11 +400,6 @@ impl Pulse<'_> {
             self.target_bytes = target_bytes;
         }
         Ok(is_ours)
-    }
-
-    /// Whether the target is still the one that this pulse has set.
-    fn is_ours(&self) -> bool {
-        info(&lock(self.transport)).target_bytes == self.target_bytes
     }
 
     /// Gives the memory back, unless the target is another one by now; returns whether it is not.
