@@ -25,7 +25,9 @@ const BOOT_LIMIT_S: u64 = 60;
 /// Time limit for a command of the agent.
 const COMMAND_LIMIT_S: u64 = 60;
 /// Time limit for an answer of the API.
-const API_LIMIT: Duration = Duration::from_secs(10);
+const API_LIMIT_S: u64 = 10;
+/// Time limit in a request that waits for the guest: less than that of the API's answer.
+pub const REQUEST_MS: u64 = 25_000;
 /// Time limit for the end of a monitor whose guest has ended.
 const END_LIMIT_S: u64 = 20;
 /// The monitor's message before the number of the vCPU that had a triple fault.
@@ -172,7 +174,7 @@ impl Guest {
 
     /// A client of the API.
     pub fn client(&self) -> Client {
-        Client::new(&self.handle.socket, API_LIMIT)
+        Client::new(&self.handle.socket, limit(API_LIMIT_S))
     }
 
     /// Waits for the agent's "ready" message number `count` and returns it.

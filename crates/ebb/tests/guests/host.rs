@@ -12,6 +12,7 @@ use std::thread;
 use std::time::Duration;
 
 use ebb_agent::protocol::Command;
+use ebb_agent::trace_load::{Part, TraceLoad};
 use ebb_host_policy::report::{Admission, Arrival};
 use ebb_page_merge::kernel::{Knob, Ksm, KsmGuard, SYSFS, Values};
 use ebb_vmm::api::{Client, VmState};
@@ -337,7 +338,8 @@ fn nothing_stays_squeezed(scene: &Scene) {
     rustix::mount::unmount(&state, rustix::mount::UnmountFlags::DETACH).unwrap();
 }
 
-/// Settings with which machines have about this room above the limit of an emergency.
+/// Settings with which machines have about this room above the limit of an emergency, and wait for
+/// each other as long as a slow machine needs.
 fn with_room(room_bytes: u64) -> String {
     let text = fs::read_to_string("/proc/meminfo").unwrap();
     let bytes = |name: &str| {
@@ -348,12 +350,30 @@ fn with_room(room_bytes: u64) -> String {
     let emergency = 100 * kept / bytes("MemTotal:");
     let (pressed, tight) = (emergency + 1, emergency + 2);
     format!(
-        "emergency_percent = {emergency}\npressed_percent = {pressed}\ntight_percent = {tight}\n"
+        "emergency_percent = {emergency}\npressed_percent = {pressed}\ntight_percent = {tight}\n\
+         pause_ms = 120000\n"
     )
 }
 
+/// Work that needs more and more memory for ten seconds, up to this much.
+fn growing(bytes: u64) -> TraceLoad {
+    let part = Part {
+        works: true,
+        duration_ms: 10_000,
+        programs_kib: bytes >> 10,
+        is_steady: true,
+        files_kib: 0,
+    };
+    TraceLoad { files: "/dev/null".to_owned(), report: "/tmp/report".to_owned(), parts: vec![part] }
+}
+
 fn peaks_follow_each_other(scene: &Scene) {
-    let guests = ["a", "b"].map(|name| machine(scene, name));
+    folder(scene);
+    // What one has freed is there for the other.
+    let guests = ["a", "b"].map(|name| {
+        let setup = Setup::new(scene).balloon("reporting=on");
+        setup.socket(&format!("machines/{name}.sock")).start()
+    });
     // Room for the highest need of one machine.
     let mut daemon = Daemon::start(scene, &with_room(500 * MIB));
     eventually("the daemon sees both", 20, || {
@@ -364,7 +384,7 @@ fn peaks_follow_each_other(scene: &Scene) {
     // Until one was seen to wait for the other; both do all of their work.
     let wait_for_a_pause = || {
         for _ in 0..10 {
-            let work = |guest: &Guest| guest.send(Command::AllocTouchExit { bytes: 380 * MIB });
+            let work = |guest: &Guest| guest.send(Command::TraceLoad(growing(380 * MIB)));
             let jobs = [work(&guests[0]), work(&guests[1])];
             let mut paused = None;
             while guests.iter().zip(jobs).any(|(guest, job)| guest.poll(job).is_none()) {
@@ -375,7 +395,7 @@ fn peaks_follow_each_other(scene: &Scene) {
                 thread::sleep(Duration::from_millis(20));
             }
         }
-        panic!("none was paused");
+        panic!("none was paused: {}", fs::read_to_string(scene.path("ebbd.log")).unwrap());
     };
     let jobs = wait_for_a_pause();
     for (guest, job) in guests.iter().zip(jobs) {

@@ -11,7 +11,7 @@ use ebb_agent::protocol::{Command, Event};
 use ebb_vmm::api::{BalloonFeature, BalloonState, ReclaimReport, RequestStatus};
 use serde_json::json;
 
-use crate::guest::{Guest, MIB};
+use crate::guest::{Guest, MIB, REQUEST_MS};
 use crate::harness::{Scene, Test, eventually, when};
 use crate::module_support::Module;
 use crate::setup::Setup;
@@ -95,7 +95,7 @@ fn check_at_work(module: &Module, total: u64) {
         when(now >= reported + 96 * MIB, || format!("{reported} -> {now} bytes"))
     });
     eventually("everything is reported on request", 30, || {
-        let body = json!({ "timeout_ms": 9000 });
+        let body = json!({ "timeout_ms": REQUEST_MS });
         let report = guest.client().put_json::<ReclaimReport>("/balloon/reclaim", &body);
         let done = report.as_ref().is_ok_and(|report| report.status == RequestStatus::Done);
         when(done, || format!("{report:?}"))

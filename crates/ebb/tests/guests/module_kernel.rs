@@ -12,7 +12,7 @@ use ebb_agent::protocol::{Command, Event};
 use ebb_vmm::api::{BalloonFeature, ReclaimReport};
 use serde_json::json;
 
-use crate::guest::MIB;
+use crate::guest::{MIB, REQUEST_MS};
 use crate::harness::{Scene, Test, additional_mib, counts, eventually, when};
 use crate::module_support::{Module, TRACKERS};
 use crate::setup::Setup;
@@ -227,7 +227,7 @@ fn reporting_order(scene: &Scene) {
         when(pages * 4096 >= freed / 2, || format!("{pages} pages"))
     });
     // What is left of the large blocks comes first.
-    let body = json!({ "timeout_ms": 9000 });
+    let body = json!({ "timeout_ms": REQUEST_MS });
     guest.client().put_json::<ReclaimReport>("/balloon/reclaim", &body).unwrap();
     guest.write_file(ORDER, "4");
     let before = counts();

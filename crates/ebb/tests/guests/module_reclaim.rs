@@ -6,7 +6,7 @@ use ebb_agent::protocol::Command;
 use ebb_vmm::api::{BalloonFeature, ReclaimReport, RequestStatus};
 use serde_json::json;
 
-use crate::guest::{Guest, MIB};
+use crate::guest::{Guest, MIB, REQUEST_MS};
 use crate::harness::{Scene, Test, counts, eventually, when};
 use crate::module_support::{Module, TRACKERS};
 use crate::setup::Setup;
@@ -28,7 +28,7 @@ pub const TESTS: &[Test] = &[
 const FREED: u64 = 160 * MIB;
 
 fn request(guest: &Guest, min_order: u8) -> ReclaimReport {
-    let body = json!({ "min_order": min_order, "timeout_ms": 9000 });
+    let body = json!({ "min_order": min_order, "timeout_ms": REQUEST_MS });
     guest.client().put_json("/balloon/reclaim", &body).unwrap_or_else(|error| panic!("{error}"))
 }
 
@@ -85,7 +85,7 @@ fn reclaim(scene: &Scene) {
         });
         module.load("tracker=none");
         eventually("the new driver reports", 40, || {
-            let body = json!({ "timeout_ms": 9000 });
+            let body = json!({ "timeout_ms": REQUEST_MS });
             let answer = guest.client().put_json::<ReclaimReport>("/balloon/reclaim", &body);
             let done = answer.as_ref().is_ok_and(|report| report.status == RequestStatus::Done);
             when(done, || format!("{answer:?}"))
