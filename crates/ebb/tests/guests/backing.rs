@@ -37,7 +37,7 @@ const LARGE: Bytes =
 /// run.
 fn small() -> Bytes {
     const SMALL: Bytes =
-        Bytes { ram: 256 * MIB, held: 16 * MIB, touched: 150 * MIB, balloon: 128 * MIB };
+        Bytes { ram: 192 * MIB, held: 12 * MIB, touched: 100 * MIB, balloon: 80 * MIB };
     counts(SMALL, LARGE)
 }
 

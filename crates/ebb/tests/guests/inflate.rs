@@ -19,7 +19,7 @@ fn to_a_target_and_back(scene: &Scene) {
     // Without deflate on OOM the driver subtracts the balloon from the guest's total (Linux
     // virtio_balloon.c, adjust_managed_page_count).
     let (ram, touched, size) =
-        counts((512 * MIB, 360 * MIB, 280 * MIB), (GIB, 800 * MIB, 640 * MIB));
+        counts((384 * MIB, 250 * MIB, 200 * MIB), (GIB, 800 * MIB, 640 * MIB));
     let memory = format!("size={ram}");
     let guest =
         Setup::new(scene).memory(&memory).balloon("reporting=off,deflate_on_oom=off").start();

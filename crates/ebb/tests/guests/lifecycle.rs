@@ -49,7 +49,7 @@ fn pause_and_resume(scene: &Scene) {
 /// Memory of the guest whose balloon grows, what it has touched, and the target, in bytes. Without
 /// huge pages an emulated host needs some seconds for this.
 fn sizes() -> [u64; 3] {
-    counts([512 * MIB, 320 * MIB, 300 * MIB], [GIB, 800 * MIB, 760 * MIB])
+    counts([256 * MIB, 160 * MIB, 140 * MIB], [GIB, 800 * MIB, 760 * MIB])
 }
 
 /// A guest whose balloon has just begun to grow.
