@@ -104,9 +104,9 @@ fn evicts_cold_caches(scene: &Scene) {
     let before = guest.resident();
     assert!(before > CACHES + HELD + 160 * MIB, "{before} bytes");
 
-    let before = host_counter("thp_split_page");
+    let split_before = host_counter("thp_split_page");
     let report = park(&guest, &json!({}));
-    let split = host_counter("thp_split_page") - before;
+    let split = host_counter("thp_split_page") - split_before;
     let left = split_rest_of_huge_pages();
     assert!(split > 0 && left <= split, "{split} huge pages were split, {left} not: {report:?}");
     assert_eq!(stage(&report, ParkStageName::Report).end, ParkStageEnd::Skipped, "{report:?}");

@@ -35,8 +35,8 @@ const LOOK: Duration = Duration::from_millis(20);
 /// drivers/virtio/virtio_balloon.c). Looks are counted and not time, because a look waits while the
 /// host discards what the guest has given, and the guest can give no more then.
 const NO_PROGRESS_LOOKS: u32 = 50;
-/// A guest without processor time, or one that is busy with its balloon, answers late; nothing more
-/// is taken from it meanwhile. One whose balloon does not grow and that has left so many requests
+/// A guest without processor time, or one that is busy with its balloon, answers late; its target
+/// does not rise meanwhile. One whose balloon does not grow and that has left so many requests
 /// without an answer is not waited for.
 const MOST_UNANSWERED: u32 = 5;
 /// A guest that reports by itself and has not in so many looks, at least 2.5 s, has reported what it
@@ -372,7 +372,8 @@ impl Pulse<'_> {
 
     /// The guest's figures after a moment; or why there are none.
     fn look(&self, deadline: Instant, ticket: &Ticket) -> Result<Sample, Ended> {
-        let (mut size, mut unanswered) = (0, 0);
+        let mut size = info(&lock(self.transport)).actual_bytes;
+        let mut unanswered = 0;
         loop {
             std::thread::park_timeout(LOOK);
             let sample = self.vm.sample(ticket);
