@@ -167,6 +167,9 @@ pub struct HostConfig {
     /// Guest agent for the test guests' initramfs; `None` selects `EBB_AGENT` or `ebb-agent` in the
     /// running program's directory.
     pub agent: Option<PathBuf>,
+    /// Number by which the host's clock runs slower than this machine's. To the host all processors
+    /// are faster by that number, and its ticks take less of their time; what waits, waits longer.
+    pub clock_divisor: u32,
     /// Additional kernel command line arguments.
     pub kernel_arguments: String,
     /// Whether the host and the test guests' initramfs include the real `memhog`.
@@ -208,6 +211,7 @@ impl Default for HostConfig {
             init: None,
             monitor: None,
             agent: None,
+            clock_divisor: 1,
             kernel_arguments: String::new(),
             memhog: Inclusion::Excluded,
             qemu: Inclusion::Excluded,

@@ -16,6 +16,7 @@ use crate::channel::{
     ExitStatus, Hello, MemorySample, Message, PAYLOAD_LIMIT, PROTOCOL_VERSION, Reply, Request,
     read_frame, write_frame,
 };
+use crate::clock::SlowClock;
 use crate::command::{Captured, Command, Output};
 use crate::config::HostConfig;
 use crate::console::Tail;
@@ -77,6 +78,7 @@ impl VirtualHost {
             swap,
             disks: contents::disks(config)?,
             plugin: translations::plugin(&program)?,
+            clock: SlowClock::new(config.clock_divisor)?,
         };
         let arguments = qemu::arguments(config, &files);
         let tail = Tail::default();

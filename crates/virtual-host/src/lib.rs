@@ -13,6 +13,7 @@
 pub mod balloon_module;
 pub mod cache;
 pub mod channel;
+mod clock;
 mod command;
 mod config;
 mod console;

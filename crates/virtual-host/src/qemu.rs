@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use crate::channel::PORT_NAME;
+use crate::clock::SlowClock;
 use crate::config::HostConfig;
 use crate::error::HostError;
 use crate::translations;
@@ -51,6 +52,8 @@ pub struct Files {
     pub disks: Vec<File>,
     /// The emulator's plugin.
     pub plugin: Option<File>,
+    /// The clock, unless it is the usual one.
+    pub clock: Option<SlowClock>,
 }
 
 /// Finds the emulator in `PATH`.
@@ -162,11 +165,16 @@ pub fn spawn(program: &Path, arguments: &[OsString], files: &Files) -> Result<Ch
     let mut kept: Vec<RawFd> = vec![files.control.as_raw_fd(), files.console.as_raw_fd()];
     kept.extend([&files.kernel, &files.initramfs].map(AsRawFd::as_raw_fd));
     kept.extend(files.disks.iter().map(AsRawFd::as_raw_fd));
-    kept.extend([&files.swap, &files.plugin].into_iter().flatten().map(AsRawFd::as_raw_fd));
+    let clock = files.clock.as_ref();
+    let optional = [files.swap.as_ref(), files.plugin.as_ref(), clock.map(|clock| &clock.library)];
+    kept.extend(optional.into_iter().flatten().map(AsRawFd::as_raw_fd));
     let parent = rustix::process::getpid();
     let mut command = Command::new(program);
     command.args(arguments).env_clear().env("PATH", "/usr/bin:/bin").current_dir("/");
     command.env("GLIBC_TUNABLES", HUGE_PAGES);
+    if let Some(clock) = clock {
+        clock.set(&mut command);
+    }
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).process_group(0);
     let prepare = move || {
         rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
@@ -214,6 +222,7 @@ mod tests {
             swap: Some(null()),
             disks: vec![null()],
             plugin: None,
+            clock: None,
         };
         let list = arguments(config, &files);
         list.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")

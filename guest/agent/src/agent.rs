@@ -263,7 +263,7 @@ impl Agent {
             }
             Command::MemInfo => commands::counters("/proc/meminfo"),
             Command::VmStat => commands::counters("/proc/vmstat"),
-            Command::ReadFile { path } => commands::read_file(&path),
+            Command::ReadFile { path, words } => commands::read_file(&path, &words),
             Command::WriteFile { path, text } => commands::write_file(&path, &text),
             Command::LoadModule { path, parameters } => {
                 setup::load_module(&path, &parameters).map(|()| Value::Null).map_err(describe(path))

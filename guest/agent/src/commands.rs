@@ -120,13 +120,17 @@ pub fn counters(path: &str) -> Outcome {
     Ok(Value::Object(map))
 }
 
-/// Reads the start of a file's text.
-pub fn read_file(path: &str) -> Outcome {
+/// Reads the start of a file's text, and of that the lines with one of `words`, or all lines.
+pub fn read_file(path: &str, words: &[String]) -> Outcome {
     let mut bytes = Vec::new();
     File::open(path)
         .and_then(|file| file.take(TEXT_LIMIT_BYTES).read_to_end(&mut bytes))
         .map_err(describe(path))?;
-    Ok(json!({ "text": String::from_utf8_lossy(&bytes) }))
+    let text = String::from_utf8_lossy(&bytes);
+    if words.is_empty() {
+        return Ok(json!({ "text": text }));
+    }
+    Ok(json!({ "text": kernel_log::select(&text, words, TEXT_LIMIT_BYTES as usize) }))
 }
 
 /// Writes a file, including those of `/proc` and `/sys`.

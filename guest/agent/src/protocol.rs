@@ -120,6 +120,9 @@ pub enum Command {
     ReadFile {
         /// Path in the guest.
         path: String,
+        /// Only lines that contain one of these words, in any case; without words all lines.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        words: Vec<String>,
     },
     /// Writes a file, including those of `/proc` and `/sys`.
     WriteFile {
@@ -259,6 +262,13 @@ pub enum Command {
         /// Kind of the crash.
         how: Crash,
     },
+}
+
+impl Command {
+    /// Reads a whole file.
+    pub fn read_file(path: &str) -> Self {
+        Self::ReadFile { path: path.to_owned(), words: Vec::new() }
+    }
 }
 
 /// Kinds of crashes of a guest.

@@ -185,20 +185,18 @@ fn files_and_counters_are_read_and_written() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("file").to_string_lossy().into_owned();
     agent.run(Command::WriteFile { path: path.clone(), text: "täxt\n\u{1e}".to_owned() }).unwrap();
-    let read = agent.run(Command::ReadFile { path: path.clone() }).unwrap();
+    let read = agent.run(Command::read_file(&path)).unwrap();
     assert_eq!(read["text"].as_str(), Some("täxt\n\u{1e}"));
+    let command =
+        Command::ReadFile { path: path.clone(), words: vec!["TEXT".into(), "tä".into()] };
+    assert_eq!(agent.run(command).unwrap()["text"].as_str(), Some("täxt\n"));
     assert_eq!(
         agent.run(Command::TouchFile { path, bytes: 3 }).unwrap()["read_bytes"].as_u64(),
         Some(3)
     );
     assert!(agent.run(Command::MemInfo).unwrap()["MemTotal"].as_u64() > Some(0));
     assert!(agent.run(Command::VmStat).unwrap()["pgfault"].as_u64() > Some(0));
-    assert!(
-        agent
-            .run(Command::ReadFile { path: "/no/such".to_owned() })
-            .unwrap_err()
-            .contains("/no/such")
-    );
+    assert!(agent.run(Command::read_file("/no/such")).unwrap_err().contains("/no/such"));
 }
 
 #[test]

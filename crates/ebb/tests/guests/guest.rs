@@ -279,8 +279,29 @@ impl Guest {
     /// Text of a file in the guest.
     #[track_caller]
     pub fn read_file(&self, path: &str) -> String {
-        let result = self.run(Command::ReadFile { path: path.to_owned() });
+        let result = self.run(Command::read_file(path));
         result["text"].as_str().expect("text").to_owned()
+    }
+
+    /// Lines of a file in the guest that contain one of these words. Each byte that is sent
+    /// interrupts the guest: a few thousand take seconds in an emulated host.
+    #[track_caller]
+    pub fn read_lines(&self, path: &str, words: &[&str]) -> String {
+        let words = words.iter().map(|word| (*word).to_owned()).collect();
+        let result = self.run(Command::ReadFile { path: path.to_owned(), words });
+        result["text"].as_str().expect("text").to_owned()
+    }
+
+    /// The value after `name` in a file of such lines in the guest.
+    #[track_caller]
+    pub fn value(&self, path: &str, name: &str) -> u64 {
+        let text = self.read_lines(path, &[name]);
+        let value = text.lines().find_map(|line| {
+            let mut words = line.split_ascii_whitespace();
+            words.next().filter(|word| *word == name)?;
+            words.next()?.parse().ok()
+        });
+        value.unwrap_or_else(|| panic!("no {name} in {path}:\n{text}"))
     }
 
     /// Writes a file in the guest.
@@ -293,16 +314,15 @@ impl Guest {
     /// generation id.
     #[track_caller]
     pub fn acpi_events(&self) -> u64 {
-        let text = self.read_file("/proc/interrupts");
-        let line = text.lines().find(|line| line.contains("ACPI:Ged")).expect("an event device");
+        let line = self.read_lines("/proc/interrupts", &["ACPI:Ged"]);
+        assert_eq!(line.lines().count(), 1, "an event device: {line:?}");
         line.split_ascii_whitespace().skip(1).map_while(|word| word.parse::<u64>().ok()).sum()
     }
 
     /// A field of the guest's `/proc/meminfo`, in bytes.
     #[track_caller]
     pub fn meminfo(&self, name: &str) -> u64 {
-        let all = self.run(Command::MemInfo);
-        all[name].as_u64().unwrap_or_else(|| panic!("no {name} in {all}")) * 1024
+        self.value("/proc/meminfo", &format!("{name}:")) * 1024
     }
 
     /// Number of pages whose content differs from what [`Command::Hold`] wrote.

@@ -215,7 +215,7 @@ fn reporting_order(scene: &Scene) {
     guest.run(Command::Hold { bytes: 32 * MIB, pattern: 15 });
     // Both in one reading: reports may go on.
     let counts = || {
-        let text = guest.read_file("/sys/kernel/debug/ebb_balloon/counters");
+        let text = guest.read_lines("/sys/kernel/debug/ebb_balloon/counters", &["reported"]);
         let of = |name| lines(&text).find_map(|(found, value)| (found == name).then_some(value));
         (of("reported_pages").expect("a counter"), of("reported").expect("a counter"))
     };

@@ -75,8 +75,7 @@ fn recordings_replay(scene: &Scene) {
         guest.run(Command::AllocTouchExit { bytes: PROGRAM_BYTES });
         guest.run(Command::Sleep { ms: 2500 });
         eventually("free pages are reported", 60, || {
-            let counters = guest.read_file("/sys/kernel/debug/ebb_balloon/counters");
-            when(module.counter("reported") > 0, || counters)
+            when(module.counter("reported") > 0, || "none is".to_owned())
         });
         guest.run(Command::AllocTouchExit { bytes: PROGRAM_BYTES });
         guest.run(Command::Sleep { ms: 1000 });

@@ -2,7 +2,6 @@
 
 use ebb_agent::churn::ChurnReport;
 use ebb_agent::command_line::{BalloonDriver, TRACKERS_MODULE};
-use ebb_agent::meminfo::lines;
 use ebb_agent::protocol::{Command, Event};
 use ebb_virtual_host::balloon_module;
 
@@ -174,9 +173,7 @@ impl Module {
     /// Reads a counter of the driver.
     #[track_caller]
     pub fn counter(&self, name: &str) -> u64 {
-        let text = self.guest.read_file(COUNTERS);
-        let found = lines(&text).find_map(|(of, number)| (of == name).then_some(number));
-        found.unwrap_or_else(|| panic!("no counter {name} in:\n{text}"))
+        self.guest.value(COUNTERS, name)
     }
 
     /// Waits until no block is out of the allocator. A pass of a tracker that is on begins at any

@@ -1,10 +1,12 @@
 //! Selects where the tests run: on this machine, or in a virtual host that is started for them.
 
+use std::collections::VecDeque;
 use std::env;
 use std::fmt::Display;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use ebb_virtual_host::guest_image::{self, GuestImage};
@@ -44,6 +46,9 @@ const MOST_HOSTS: usize = 4;
 const LEAST_TO_SHARE: usize = 8;
 /// Memory for each host: its own and the emulator's overhead.
 const HOST_NEEDS_MIB: usize = 5 << 10;
+/// Divisor of the hosts' clock. The emulated processors need it to get to work between two ticks,
+/// but what waits in a test takes that many times as long.
+const CLOCK_DIVISOR: u32 = 2;
 /// Maximum number of failed tests to repeat; more failures are no coincidence.
 const MOST_TRIED_AGAIN: usize = 6;
 /// Paths of this program and of its images in the virtual host.
@@ -293,7 +298,8 @@ impl Outside {
                 return Ok(first);
             }
             println!("guests: once more, in a new virtual host: {}", names.join(", "));
-            let again = self.run_of_kinds(0, &names)?;
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
+            let again = self.run_shared(&names)?;
             println!(
                 "guests: failed at first: {}; failed again: {}",
                 names.join(", "),
@@ -303,7 +309,7 @@ impl Outside {
                     again.failed().join(", ")
                 }
             );
-            first.results.retain(|result| !names.contains(&result.name));
+            first.results.retain(|result| !names.contains(&result.name.as_str()));
             Ok(Outcome { code: again.code, results: [first.results, again.results].concat() })
         });
         let outcome = match outcome {
@@ -322,18 +328,29 @@ impl Outside {
         }
     }
 
-    /// Distributes the tests over concurrent virtual hosts. Neighbours in the list are similar and
-    /// take about as long, so they are assigned to different hosts.
+    /// Runs the tests in concurrent virtual hosts: first those without requirements on the kernel,
+    /// in hosts with the guests' kernel, which most users' machines have, unless a variable names
+    /// another; then the others, in hosts with a newer kernel.
     fn run_shared(&self, names: &[&str]) -> Result<Outcome, Failure> {
         let hosts = hosts(names.len());
-        let share = |host: usize| -> Vec<String> {
-            names.iter().skip(host).step_by(hosts).map(|name| (*name).to_owned()).collect()
-        };
+        let usual = env::var_os(HOST_KERNEL_VARIABLE)
+            .map_or(HostKernel::OfGuests, |image| HostKernel::At(image.into()));
+        let queues = [(Needs::AnyKernel, usual), (Needs::Merging, HostKernel::Newest)].map(
+            |(needs, kernel)| {
+                let names = names.iter().filter(|name| Needs::of(name) == needs);
+                (kernel, Queue::new(names.map(|name| (*name).to_owned()).collect(), hosts))
+            },
+        );
+        let queues = &queues;
         let outcomes = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..hosts)
-                .map(|host| {
-                    let share = share(host);
-                    scope.spawn(move || self.run_of_kinds(host, &share))
+                .map(|number| {
+                    scope.spawn(move || {
+                        let runs = queues
+                            .iter()
+                            .map(|(kernel, queue)| self.run_from(queue, number, kernel));
+                        runs.collect::<Result<Vec<_>, _>>().map(Outcome::of_all)
+                    })
                 })
                 .collect();
             let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
@@ -346,39 +363,43 @@ impl Outside {
         Ok(Outcome::of_all(outcomes))
     }
 
-    /// Runs the tests with these names: first those without requirements on the kernel, in a
-    /// virtual host with the guests' kernel, which most users' machines have, unless a variable
-    /// names another; then the others, in one with a newer kernel.
-    fn run_of_kinds(&self, number: usize, names: &[String]) -> Result<Outcome, Failure> {
+    /// Runs tests of the queue in virtual host number `number` until none is left.
+    fn run_from(
+        &self,
+        queue: &Queue,
+        number: usize,
+        kernel: &HostKernel,
+    ) -> Result<Outcome, Failure> {
         let mut outcomes = Vec::new();
-        let usual = env::var_os(HOST_KERNEL_VARIABLE)
-            .map_or(HostKernel::OfGuests, |image| HostKernel::At(image.into()));
-        for (needs, kernel) in [(Needs::AnyKernel, usual), (Needs::Merging, HostKernel::Newest)] {
-            let names: Vec<_> =
-                names.iter().filter(|name| Needs::of(name) == needs).cloned().collect();
-            if names.is_empty() {
-                continue;
-            }
-            outcomes.push(match self.run(number, &kernel, &names) {
+        let mut host = None;
+        while let Some(names) = queue.take() {
+            let mut run = || {
+                let host = match &mut host {
+                    Some(host) => host,
+                    none => none.insert(self.start(kernel)?),
+                };
+                self.run(host, number, &names)
+            };
+            outcomes.push(match run() {
                 Err(Failure::HostEnded(problem)) => {
                     eprintln!(
                         "guests: {problem}\nguests: its tests once more, in a new virtual host"
                     );
-                    self.run(number, &kernel, &names)?
+                    host = None;
+                    let host = host.insert(self.start(kernel)?);
+                    self.run(host, number, &names)?
                 }
                 result => result?,
             });
         }
+        if let Some(host) = host {
+            host.shutdown()?;
+        }
         Ok(Outcome::of_all(outcomes))
     }
 
-    /// Runs the tests with these names in virtual host number `number`.
-    fn run(
-        &self,
-        number: usize,
-        kernel: &HostKernel,
-        names: &[String],
-    ) -> Result<Outcome, Failure> {
+    /// Starts a virtual host.
+    fn start(&self, kernel: &HostKernel) -> Result<VirtualHost, Failure> {
         let image = |name: &str, target: &str| HostFile {
             source: self.files.path().join(name),
             target: target.into(),
@@ -391,7 +412,7 @@ impl Outside {
                 .filter(|path| path.is_file())
                 .map(|path| file(path, PLANTED_INSIDE)),
         );
-        let host = VirtualHost::start(&HostConfig {
+        Ok(VirtualHost::start(&HostConfig {
             cpus: 2,
             nodes: vec![
                 NodeConfig { memory_mib: 2304, cpus: Some(0..=0) },
@@ -404,8 +425,13 @@ impl Outside {
             monitor: Some(env!("CARGO_BIN_EXE_ebb").into()),
             agent: Some(beside("ebb-agent", Some(AGENT_VARIABLE))?),
             host_kernel: kernel.clone(),
+            clock_divisor: CLOCK_DIVISOR,
             ..HostConfig::default()
-        })?;
+        })?)
+    }
+
+    /// Runs the tests with these names in a virtual host.
+    fn run(&self, host: &VirtualHost, number: usize, names: &[String]) -> Result<Outcome, Failure> {
         let mut command = Command::new(PROGRAM_INSIDE).args(env::args().skip(1)).env(INSIDE, "1");
         if let Ok(run) = env::var(RUN_VARIABLE) {
             command = command.env(RUN_VARIABLE, run);
@@ -424,13 +450,31 @@ impl Outside {
         })?;
         let file = self.files.path().join(format!("results.{number}.json"));
         host.get_file(RESULTS_INSIDE, &file)?;
-        host.shutdown()?;
         let results = std::fs::read(&file).map_err(text)?;
         let results = serde_json::from_slice(&results).map_err(text)?;
         match broken {
             Some(error) => Err(format!("cannot print the results: {error}").into()),
             None => Ok(Outcome { code: u8::try_from(status.shell_code()).unwrap_or(1), results }),
         }
+    }
+}
+
+/// Tests that no host has taken yet.
+struct Queue {
+    names: Mutex<VecDeque<String>>,
+    hosts: usize,
+}
+
+impl Queue {
+    fn new(names: VecDeque<String>, hosts: usize) -> Self {
+        Self { names: Mutex::new(names), hosts }
+    }
+
+    /// Takes half of a fair share of what is left, so that all hosts end at about the same time.
+    fn take(&self) -> Option<Vec<String>> {
+        let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
+        let number = names.len().div_ceil(2 * self.hosts);
+        (number > 0).then(|| names.drain(..number).collect())
     }
 }
 

@@ -143,9 +143,9 @@ fn reboot_after_restore(scene: &Scene) {
 
 fn while_inflating(scene: &Scene) {
     let file = scene.path("vm.snapshot");
-    let guest = Setup::new(scene).memory("size=256M,thp=off").start();
-    guest.run(Command::AllocTouchExit { bytes: 150 * MIB });
-    guest.set_target(130 * MIB);
+    let guest = Setup::new(scene).memory("size=160M,thp=off").start();
+    guest.run(Command::AllocTouchExit { bytes: 80 * MIB });
+    guest.set_target(70 * MIB);
     eventually("the balloon grows", 20, || {
         let bytes = guest.metric("ebb_balloon_inflated_bytes_total");
         when(bytes > 0, || "nothing yet".to_owned())
@@ -154,19 +154,17 @@ fn while_inflating(scene: &Scene) {
     let guest = Restore::new(scene, &file).start();
     eventually("the balloon reaches its target", 120, || {
         let info = guest.balloon();
-        when((info.target_bytes, info.actual_bytes) == (130 * MIB, 130 * MIB), || {
-            format!("{info:?}")
-        })
+        when((info.target_bytes, info.actual_bytes) == (70 * MIB, 70 * MIB), || format!("{info:?}"))
     });
     // More than the guest can give: the balloon stays below its target, and can be saved like that.
-    guest.set_target(250 * MIB);
+    guest.set_target(154 * MIB);
     let second = scene.path("second.snapshot");
     let smaller = guest.save_and_end(&second);
     assert!(smaller.stored_bytes < report.stored_bytes, "{report:?} {smaller:?}");
     let guest = Restore::new(scene, &second).start();
-    assert_eq!(guest.balloon().target_bytes, 250 * MIB);
+    assert_eq!(guest.balloon().target_bytes, 154 * MIB);
     guest.inflate_to(0);
-    guest.run(Command::Hold { bytes: 100 * MIB, pattern: 9 });
+    guest.run(Command::Hold { bytes: 50 * MIB, pattern: 9 });
     assert_eq!(guest.wrong_pages(), 0);
 }
 

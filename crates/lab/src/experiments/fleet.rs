@@ -364,8 +364,7 @@ impl Fleet<'_, '_> {
                 continue;
             }
             let asked = Instant::now();
-            let answer =
-                self.testbed.ask(machine.guest, Command::ReadFile { path: REPORT.to_owned() })?;
+            let answer = self.testbed.ask(machine.guest, Command::read_file(REPORT))?;
             let report = answer["text"].as_str().and_then(|text| serde_json::from_str(text).ok());
             let report = report
                 .ok_or_else(|| LabError::unexpected(machine.guest, "its report cannot be read"))?;

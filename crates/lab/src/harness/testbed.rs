@@ -426,7 +426,7 @@ impl<'a> Testbed<'a> {
         if self.setup.driver == Driver::Stock {
             return Ok(None);
         }
-        let answer = self.ask(guest, Command::ReadFile { path: DRIVER_COUNTERS.to_owned() })?;
+        let answer = self.ask(guest, Command::read_file(DRIVER_COUNTERS))?;
         Ok(answer["text"].as_str().map(Counters::of_driver))
     }
 
@@ -531,7 +531,7 @@ impl<'a> Testbed<'a> {
             let free_kib = memory["MemFree"].as_u64();
             record.guest_in_use_mib =
                 free_kib.map(|free_kib| rounded(size.memory_mib as f64 - host::mib(free_kib)));
-            let command = Command::ReadFile { path: "/proc/buddyinfo".to_owned() };
+            let command = Command::read_file("/proc/buddyinfo");
             let blocks = self.ask(record.guest, command)?;
             record.guest_fragments_mib = blocks["text"]
                 .as_str()

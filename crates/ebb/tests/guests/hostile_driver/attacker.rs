@@ -244,7 +244,8 @@ impl Attacker {
                 read: self.call(libc::SYS_pread64, &[fd, SCRATCH, 64, 0]),
                 ..Found::default()
             };
-            found.text = String::from_utf8_lossy(&self.read(SCRATCH_OFFSET, 64)).into_owned();
+            let text = self.read(SCRATCH_OFFSET, 64);
+            found.text = String::from_utf8_lossy(&text).trim_end_matches('\0').to_owned();
             // An entry of /proc/self/pagemap, as its reader with all rights sees it.
             let entry = (self.buffer + SCRATCH_OFFSET) / PAGE_BYTES as u64 * 8;
             if self.call(libc::SYS_pread64, &[fd, SCRATCH, 8, entry]) == 8 {

@@ -204,7 +204,7 @@ fn guest(emulator: &Emulator, number: u32, tracker: Tracker, cpus: u32) -> Resul
     })?;
     let _: FaultReport =
         serde_json::from_value(report).map_err(|error| LabError::unexpected(number, error))?;
-    let (text, _) = ask(Command::ReadFile { path: LOCK_STAT.to_owned() })?;
+    let (text, _) = ask(Command::read_file(LOCK_STAT))?;
     let pages = faults(&ask(Command::VmStat)?.0)? - before;
     guest.kill();
     let text = text["text"].as_str().unwrap_or_default();

@@ -227,9 +227,9 @@ fn settled_rate(samples: &[f64]) -> Option<f64> {
 
 /// Switches to this tracker.
 fn switch(testbed: &mut Testbed<'_>, guest: u32, tracker: Tracker) -> Result<(), LabError> {
-    let path = || PARAMETER.to_owned();
-    testbed.ask(guest, Command::WriteFile { path: path(), text: tracker.name().to_owned() })?;
-    let now: Value = testbed.ask(guest, Command::ReadFile { path: path() })?;
+    let path = PARAMETER.to_owned();
+    testbed.ask(guest, Command::WriteFile { path, text: tracker.name().to_owned() })?;
+    let now: Value = testbed.ask(guest, Command::read_file(PARAMETER))?;
     match now["text"].as_str().map(str::trim) {
         Some(name) if name == tracker.name() => Ok(()),
         name => {

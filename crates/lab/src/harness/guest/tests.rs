@@ -59,7 +59,7 @@ fn the_real_agent_answers() {
 fn a_command_that_fails_in_the_guest_is_reported() {
     let mut guest = Guest::start(1, Program::new(agent())).unwrap();
     guest.wait_ready(LIMIT).unwrap();
-    let command = Command::ReadFile { path: "/no/such/file".to_owned() };
+    let command = Command::read_file("/no/such/file");
     let text = message(&guest.command(command, LIMIT, &mut || {}).unwrap_err());
     assert!(text.starts_with("guest 1: the command failed in the guest: "), "{text}");
 }
