@@ -244,8 +244,9 @@ impl Attacker {
                 read: self.call(libc::SYS_pread64, &[fd, SCRATCH, 64, 0]),
                 ..Found::default()
             };
-            let text = self.read(SCRATCH_OFFSET, 64);
-            found.text = String::from_utf8_lossy(&text).trim_end_matches('\0').to_owned();
+            let mut text = self.read(SCRATCH_OFFSET, 64);
+            text.truncate(text.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1));
+            found.text = String::from_utf8_lossy(&text).into_owned();
             // An entry of /proc/self/pagemap, as its reader with all rights sees it.
             let entry = (self.buffer + SCRATCH_OFFSET) / PAGE_BYTES as u64 * 8;
             if self.call(libc::SYS_pread64, &[fd, SCRATCH, 8, entry]) == 8 {
