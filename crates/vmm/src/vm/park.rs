@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use ebb_balloon::StatisticsValues;
 
-use self::pulse::{Next, Sample};
+use self::pulse::{Next, Sample, Unanswered};
 use super::balloon::info;
 use super::free_pages::reported_bytes;
 use super::task::{Task, TaskKind, Ticket};
@@ -35,10 +35,6 @@ const LOOK: Duration = Duration::from_millis(20);
 /// drivers/virtio/virtio_balloon.c). Looks are counted and not time, because a look waits while the
 /// host discards what the guest has given, and the guest can give no more then.
 const NO_PROGRESS_LOOKS: u32 = 50;
-/// A guest without processor time, or one that is busy with its balloon, answers late; its target
-/// does not rise meanwhile. One whose balloon does not grow and that has left so many requests
-/// without an answer is not waited for.
-const MOST_UNANSWERED: u32 = 5;
 /// A guest that reports by itself and has not in so many looks, at least 2.5 s, has reported what it
 /// can: Linux waits for two seconds after a block was freed (`PAGE_REPORTING_DELAY`,
 /// mm/page_reporting.c).
@@ -372,8 +368,7 @@ impl Pulse<'_> {
 
     /// The guest's figures after a moment; or why there are none.
     fn look(&self, deadline: Instant, ticket: &Ticket) -> Result<Sample, Ended> {
-        let mut size = info(&lock(self.transport)).actual_bytes;
-        let mut unanswered = 0;
+        let mut unanswered = Unanswered::new(info(&lock(self.transport)).actual_bytes);
         loop {
             std::thread::park_timeout(LOOK);
             let sample = self.vm.sample(ticket);
@@ -385,9 +380,7 @@ impl Pulse<'_> {
                 Ok(sample) => return Ok(sample),
                 Err(error) => error,
             };
-            unanswered = if balloon.actual_bytes > size { 0 } else { unanswered + 1 };
-            size = balloon.actual_bytes;
-            let is_late = error.is_unanswered() && unanswered < MOST_UNANSWERED;
+            let is_late = error.is_unanswered() && unanswered.is_late(balloon.actual_bytes);
             if !is_late || Instant::now() >= deadline {
                 return Err(Ended::stopped(error.to_string()));
             }

@@ -13,6 +13,10 @@ const MAX_MAJOR_FAULTS: u64 = 128;
 /// is available to the guest for a moment, though its programs take nothing.
 const STARVED_LOOKS: u32 = 5;
 
+/// Requests for statistics in a row that a guest may leave without an answer while its balloon does
+/// not grow.
+const MOST_UNANSWERED: u32 = 5;
+
 /// The guest at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Sample {
@@ -95,6 +99,27 @@ pub(super) fn has_progressed(last: &Sample, now: &Sample) -> bool {
     let available = |sample: &Sample| sample.statistics.available_memory_bytes.unwrap_or(0);
     now.balloon_bytes != last.balloon_bytes
         || (now.on_the_way_bytes > 0 && available(now) < available(last))
+}
+
+/// Requests for statistics that a guest has left without an answer. A guest without processor time,
+/// or one that is busy with its balloon, answers late; its target does not rise meanwhile.
+pub(super) struct Unanswered {
+    number: u32,
+    balloon_bytes: u64,
+}
+
+impl Unanswered {
+    /// None yet, with a balloon of this size.
+    pub(super) fn new(balloon_bytes: u64) -> Self {
+        Self { number: 0, balloon_bytes }
+    }
+
+    /// Counts another one; returns whether the guest is only late, and not to be given up.
+    pub(super) fn is_late(&mut self, balloon_bytes: u64) -> bool {
+        self.number = if balloon_bytes > self.balloon_bytes { 0 } else { self.number + 1 };
+        self.balloon_bytes = balloon_bytes;
+        self.number < MOST_UNANSWERED
+    }
 }
 
 /// A sign that the guest is short of memory.

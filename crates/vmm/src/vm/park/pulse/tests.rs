@@ -32,6 +32,16 @@ fn a_pulse_takes_all_but_what_the_guest_keeps() {
 }
 
 #[test]
+fn a_guest_that_answers_late_is_waited_for() {
+    let mut late = Unanswered::new(64 * MIB);
+    assert_eq!([(); 5].map(|()| late.is_late(64 * MIB)), [true, true, true, true, false]);
+    // As long as its balloon grows, however slowly, it is not given up; a smaller one is no sign.
+    let mut late = Unanswered::new(0);
+    assert!((1..100).all(|pages| late.is_late(pages * 4096)));
+    assert_eq!([(); 5].map(|()| late.is_late(4096)), [true, true, true, true, false]);
+}
+
+#[test]
 fn a_guest_that_needs_its_memory_ends_the_pulse() {
     let first = sample(800, 0);
     let halfway = sample(400, 400);
