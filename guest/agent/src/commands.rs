@@ -9,6 +9,7 @@ use std::time::Instant;
 use ebb_agent::kernel_log;
 use ebb_agent::meminfo::{MemInfo, lines};
 use ebb_agent::memory::{MEMHOG_STEP_BYTES, Mapping};
+use ebb_agent::text::select_lines;
 use serde_json::{Map, Value, json};
 
 /// Debian's memhog.
@@ -130,7 +131,7 @@ pub fn read_file(path: &str, words: &[String]) -> Outcome {
     if words.is_empty() {
         return Ok(json!({ "text": text }));
     }
-    Ok(json!({ "text": kernel_log::select(&text, words, TEXT_LIMIT_BYTES as usize) }))
+    Ok(json!({ "text": select_lines(&text, words, TEXT_LIMIT_BYTES as usize) }))
 }
 
 /// Writes a file, including those of `/proc` and `/sys`.
@@ -142,5 +143,5 @@ pub fn write_file(path: &str, text: &str) -> Outcome {
 /// Reads lines of the kernel's log: the last ones if they exceed the limit.
 pub fn kernel_log(words: &[String]) -> Outcome {
     let log = kernel_log::read().map_err(describe("the kernel's log"))?;
-    Ok(json!({ "text": kernel_log::select(&log, words, TEXT_LIMIT_BYTES as usize) }))
+    Ok(json!({ "text": select_lines(&log, words, TEXT_LIMIT_BYTES as usize) }))
 }

@@ -20,6 +20,7 @@ pub mod protocol;
 pub mod random;
 pub mod random_numbers;
 pub mod tcp_echo;
+pub mod text;
 pub mod timed_reads;
 pub mod trace_load;
 pub mod vsock;

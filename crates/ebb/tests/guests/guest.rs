@@ -279,11 +279,10 @@ impl Guest {
     /// Text of a file in the guest.
     #[track_caller]
     pub fn read_file(&self, path: &str) -> String {
-        let result = self.run(Command::read_file(path));
-        result["text"].as_str().expect("text").to_owned()
+        self.read_lines(path, &[])
     }
 
-    /// Lines of a file in the guest that contain one of these words. Each byte that is sent
+    /// Lines of a file in the guest that contain one of these words, or all if none is given. Each byte that is sent
     /// interrupts the guest: a few thousand take seconds in an emulated host.
     #[track_caller]
     pub fn read_lines(&self, path: &str, words: &[&str]) -> String {
