@@ -159,10 +159,7 @@ impl Agent {
                 .map_err(|error| format!("not a command ({error}): {}", start_of(&text))),
         };
         match request {
-            Ok(Request { id, command }) => {
-                self.console.send(&Event::Started { id })?;
-                self.execute(id, command)
-            }
+            Ok(Request { id, command }) => self.execute(id, command),
             Err(error) => self.console.send(&Event::Failed { id: 0, error }),
         }
     }
@@ -307,7 +304,7 @@ impl Agent {
         match Job::start(id, work) {
             Ok(job) => {
                 self.jobs.push(job);
-                Ok(())
+                self.console.send(&Event::Started { id })
             }
             Err(error) => self.answer(id, 0, Err(format!("cannot start a process: {error}"))),
         }

@@ -245,19 +245,19 @@ pub enum Command {
         /// Selects the lines that contain one of these, ignoring case; empty for all lines.
         words: Vec<String>,
     },
-    /// Powers the guest off. Only answered by `Started`.
+    /// Powers the guest off. Answered only if that fails.
     PowerOff,
-    /// Restarts the guest. Only answered by `Started`.
+    /// Restarts the guest. Answered only if that fails.
     Reboot,
-    /// Starts another kernel in place of this one (kexec), with the same command line. Only answered
-    /// by `Started`.
+    /// Starts another kernel in place of this one (kexec), with the same command line. Answered only
+    /// if that fails.
     Kexec {
         /// File with a bzImage; zeros may follow it.
         kernel: String,
         /// File with an initramfs, likewise.
         initrd: String,
     },
-    /// Crashes the guest. Only answered by `Started`.
+    /// Crashes the guest. Answered only if that fails.
     Crash {
         /// Kind of the crash.
         how: Crash,
@@ -300,7 +300,8 @@ pub enum Event {
         /// Failures of the set-up that left the guest usable.
         warnings: Vec<String>,
     },
-    /// A command has been started.
+    /// A command that runs in a process of its own has been started. What the agent does itself is
+    /// only answered by its end: each byte interrupts a guest twice.
     Started {
         /// Its number.
         id: u64,

@@ -55,8 +55,10 @@ impl Agent {
 
     fn run(&mut self, command: Command) -> Result<Value, String> {
         self.send(7, command);
-        assert_eq!(self.event(), Event::Started { id: 7 });
-        match self.event() {
+        let first = self.event();
+        // Said only of what runs in a process of its own.
+        let end = if first == (Event::Started { id: 7 }) { self.event() } else { first };
+        match end {
             Event::Done { id: 7, result, .. } => Ok(result),
             Event::Failed { id: 7, error } => Err(error),
             other => panic!("{other:?}"),
@@ -223,10 +225,11 @@ fn invalid_lines_are_answered_and_harmless() {
 fn commands_run_concurrently_up_to_a_limit_and_can_be_cancelled() {
     let mut agent = Agent::start();
     let count = JOB_LIMIT as u64;
-    for id in 1..=count + 1 {
+    for id in 1..=count {
         agent.send(id, Command::Sleep { ms: 600_000 });
         assert_eq!(agent.event(), Event::Started { id });
     }
+    agent.send(count + 1, Command::Sleep { ms: 600_000 });
     match agent.event() {
         Event::Failed { id, error } => {
             assert!(id == count + 1 && error.contains("already running"), "{error}");
@@ -234,7 +237,6 @@ fn commands_run_concurrently_up_to_a_limit_and_can_be_cancelled() {
         other => panic!("{other:?}"),
     }
     agent.send(100, Command::Cancel { id: 5 });
-    assert_eq!(agent.event(), Event::Started { id: 100 });
     let mut ended = [agent.event(), agent.event()].map(|event| match event {
         Event::Done { id, .. } => id,
         Event::Failed { id, error } => {

@@ -23,7 +23,7 @@ const GRACE: Duration = Duration::from_secs(5);
 const FIRST_LINES: usize = 3;
 /// Shortest and longest interval of checks for an awaited state. They cost the processor time that
 /// the guest needs to reach it.
-const POLL: [Duration; 2] = [Duration::from_millis(15), Duration::from_millis(300)];
+const POLL: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(500)];
 
 /// A test with its time limit.
 pub struct Test {
@@ -380,7 +380,7 @@ pub fn eventually<T>(what: &str, limit_s: u64, mut check: impl FnMut() -> Result
                 assert!(started.elapsed() < limit, "{what}: not within {limit:?}: {state}");
             }
         }
-        thread::sleep((started.elapsed() / 8).clamp(POLL[0], POLL[1]));
+        thread::sleep((started.elapsed() / 6).clamp(POLL[0], POLL[1]));
     }
 }
 

@@ -160,12 +160,12 @@ fn machine(scene: &Scene, name: &str) -> Guest {
 
 fn idle_memory_is_taken(scene: &Scene) {
     let guest = machine(scene, "web-1");
-    guest.run(Command::AllocTouchExit { bytes: 200 * MIB });
+    guest.run(Command::AllocTouchExit { bytes: 120 * MIB });
     let before = guest.resident();
     let mut daemon = Daemon::start(scene, PRESSED);
     eventually("the guest's free memory is taken", 60, || {
         let now = guest.resident();
-        when(now + 150 * MIB < before, || format!("{before} -> {now}"))
+        when(now + 80 * MIB < before, || format!("{before} -> {now}"))
     });
     eventually("the decision is shown", 20, || {
         let shown = daemon.machine("web-1");
@@ -183,10 +183,10 @@ fn idle_memory_is_taken(scene: &Scene) {
     assert!(daemon.json(&["plan"])["machines"][0]["explanation"].is_object());
     // A machine that is held is left alone.
     assert_eq!(daemon.json(&["hold", "web-1"])["is_held"], true);
-    guest.run(Command::AllocTouchExit { bytes: 200 * MIB });
+    guest.run(Command::AllocTouchExit { bytes: 120 * MIB });
     thread::sleep(Duration::from_secs(4));
     let held = guest.resident();
-    assert!(held + 50 * MIB > before, "{before} -> {held}");
+    assert!(held + 30 * MIB > before, "{before} -> {held}");
     eventually("the hold is the reason", 20, || {
         let rule = daemon.machine("web-1")["explanation"]["rule"]["name"].clone();
         when(rule == "held", || rule.to_string())
@@ -280,7 +280,7 @@ fn admitted_in_order(scene: &Scene, daemon: &Daemon) {
 }
 
 /// A ceiling of 384 MiB for a machine of 512: a balloon that is always there.
-const CEILING: &str = "[policy.default]\nceiling_bytes = 402653184\nreserve_bytes = 33554432\n";
+const CEILING: &str = "[policy.default]\nceiling_bytes = 469762048\nreserve_bytes = 33554432\n";
 
 fn nothing_stays_squeezed(scene: &Scene) {
     let guest = machine(scene, "web-1");
@@ -289,7 +289,7 @@ fn nothing_stays_squeezed(scene: &Scene) {
     let squeezed = || {
         eventually("the balloon has its size", 60, || {
             let info = guest.balloon();
-            let is_there = info.actual_bytes >= 120 * MIB && info.lease_ms.is_some();
+            let is_there = info.actual_bytes >= 60 * MIB && info.lease_ms.is_some();
             when(is_there, || format!("{info:?}"))
         });
     };
@@ -437,12 +437,12 @@ fn firecracker_s_api(scene: &Scene) {
     let actual = || document(&api, "/balloon/statistics")["actual_mib"].clone();
     eventually("the balloon has its size", 60, || {
         let (actual, shown) = (actual(), daemon.machine("web-1"));
-        when(actual == 128, || format!("{actual} {shown}"))
+        when(actual == 64, || format!("{actual} {shown}"))
     });
     // It stays for longer than a lease, although an idle guest says the same again and again.
     for _ in 0..16 {
         thread::sleep(Duration::from_millis(500));
-        assert_eq!(document(&api, "/balloon")["amount_mib"], 128, "{}", daemon.machine("web-1"));
+        assert_eq!(document(&api, "/balloon")["amount_mib"], 64, "{}", daemon.machine("web-1"));
     }
     assert_eq!(daemon.end(Signal::KILL), None);
     eventually("the balloon is released", 60, || {
@@ -450,7 +450,7 @@ fn firecracker_s_api(scene: &Scene) {
         when(actual == 0, || actual.to_string())
     });
     assert_eq!(document(&api, "/")["state"], "Running");
-    guest.run(Command::AllocTouchExit { bytes: 300 * MIB });
+    guest.run(Command::AllocTouchExit { bytes: 100 * MIB });
 }
 
 /// Servers behind sockets of the directory that are no monitors.
@@ -488,13 +488,13 @@ fn bad_monitors(scene: &Scene) {
     drop(dead);
     let stopped = machine(scene, "stopped");
     let good = machine(scene, "good");
-    good.run(Command::AllocTouchExit { bytes: 200 * MIB });
+    good.run(Command::AllocTouchExit { bytes: 120 * MIB });
     stopped.signal(Signal::STOP);
     let before = good.resident();
     let daemon = Daemon::start(scene, PRESSED);
     eventually("the good machine is taken care of", 60, || {
         let now = good.resident();
-        when(now + 150 * MIB < before, || format!("{before} -> {now}"))
+        when(now + 80 * MIB < before, || format!("{before} -> {now}"))
     });
     for (name, words) in [
         ("silent", "did not answer within"),

@@ -36,7 +36,7 @@ fn kills(short: usize) -> usize {
 }
 
 /// Memory that guests of these tests hold, in bytes.
-const HELD: u64 = 64 * MIB;
+const HELD: u64 = 32 * MIB;
 
 /// The cgroup of monitors that are killed, where there is version 2.
 const CGROUP: &str = "/sys/fs/cgroup/ebb-kills/vm";

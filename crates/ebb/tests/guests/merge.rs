@@ -116,10 +116,10 @@ fn discards_and_a_reboot(scene: &Scene) {
     let resident = guest.resident();
     assert!(resident < before, "{before} -> {resident} bytes are the machine's own");
     // The balloon inflates and deflates; some of its pages are merged or were zeroed.
-    guest.inflate_to(80 * MIB);
+    guest.inflate_to(48 * MIB);
     guest.check_held();
     guest.inflate_to(0);
-    guest.run(Command::AllocTouchExit { bytes: 80 * MIB });
+    guest.run(Command::AllocTouchExit { bytes: 48 * MIB });
     guest.check_held();
     // Merged pages are freed, reported, and reused for other content.
     let merged = || guest.merge_statistics().merged_bytes.unwrap();

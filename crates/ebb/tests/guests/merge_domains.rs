@@ -21,7 +21,7 @@ pub const TESTS: &[Test] = &[
 ];
 
 /// Memory held by each guest, in bytes; no page occurs twice in one guest.
-const HELD: u64 = 16 * MIB;
+const HELD: u64 = 8 * MIB;
 
 fn start(scene: &Scene, name: &str, broker: &Broker, domain: &str, others: &[&Guest]) -> Guest {
     let setup = merged(scene, "160M", &broker.member(domain)).socket(name);

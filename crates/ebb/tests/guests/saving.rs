@@ -28,8 +28,8 @@ const ATTEMPTS: u32 = 20;
 
 /// A guest whose memory takes some tenths of a second to copy.
 fn large_guest(scene: &Scene) -> Guest {
-    let guest = Setup::new(scene).memory("size=1G").args(["--cpus", "2"]).start();
-    guest.run(Command::Hold { bytes: 600 * MIB, pattern: 51 });
+    let guest = Setup::new(scene).memory("size=640M").args(["--cpus", "2"]).start();
+    guest.run(Command::Hold { bytes: 360 * MIB, pattern: 51 });
     guest
 }
 

@@ -288,7 +288,7 @@ const READ_DISK: &str = "cp /dev/vda /tmp/copy; \
 /// whose data the host's kernel writes, and a balloon that grows.
 fn while_the_guest_runs(scene: &Scene) {
     let churn =
-        Command::Churn { bytes: 96 * MIB, tasks: 2, seed: 61, operations: None, seconds: Some(12) };
+        Command::Churn { bytes: 48 * MIB, tasks: 2, seed: 61, operations: None, seconds: Some(6) };
     for memory in ["size=512M", "size=512M,thp=off"] {
         let (first, file) = (scene.path("first.snapshot"), scene.path("vm.snapshot"));
         let disk = scene.path("disk");
@@ -309,7 +309,7 @@ fn while_the_guest_runs(scene: &Scene) {
         let paused = save_paused(&guest, &first);
         assert_eq!(paused.copied, CopiedWhile::Stopped, "{paused:?}");
         fs::remove_file(&first).unwrap();
-        guest.set_target(64 * MIB);
+        guest.set_target(32 * MIB);
         let report = guest.save(&file);
         assert_eq!(report.copied, CopiedWhile::Running, "{report:?}");
         println!(
@@ -343,10 +343,10 @@ fn check_sides(guest: &Guest, [churn, reads]: [u64; 2]) {
     guest.write_file("/tmp/stop", "");
     let outcome = guest.outcome(reads).unwrap();
     assert_eq!(outcome["code"], 0, "{outcome}");
-    guest.inflate_to(64 * MIB);
+    guest.inflate_to(32 * MIB);
     assert_eq!(guest.wrong_pages(), 0);
     guest.inflate_to(0);
-    guest.run(Command::AllocTouchExit { bytes: 100 * MIB });
+    guest.run(Command::AllocTouchExit { bytes: 40 * MIB });
     assert_eq!(guest.wrong_pages(), 0);
 }
 
