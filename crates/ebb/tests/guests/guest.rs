@@ -282,8 +282,8 @@ impl Guest {
         self.read_lines(path, &[])
     }
 
-    /// Lines of a file in the guest that contain one of these words, or all if none is given. Each byte that is sent
-    /// interrupts the guest: a few thousand take seconds in an emulated host.
+    /// Lines of a file in the guest that contain one of these words, or all if none is given. Each
+    /// byte that is sent interrupts the guest: a few thousand take seconds in an emulated host.
     #[track_caller]
     pub fn read_lines(&self, path: &str, words: &[&str]) -> String {
         let words = words.iter().map(|word| (*word).to_owned()).collect();
