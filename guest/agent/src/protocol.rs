@@ -249,8 +249,8 @@ pub enum Command {
     PowerOff,
     /// Restarts the guest. Answered only if that fails.
     Reboot,
-    /// Starts another kernel in place of this one (kexec), with the same command line. Answered only
-    /// if that fails.
+    /// Starts another kernel in place of this one (kexec), with the same command line. Answered
+    /// only if that fails.
     Kexec {
         /// File with a bzImage; zeros may follow it.
         kernel: String,
