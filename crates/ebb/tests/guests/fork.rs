@@ -115,10 +115,10 @@ fn memory_is_copied_on_write(scene: &Scene) {
     parent.run(Command::Hold { bytes: 128 * MIB, pattern: 9 });
     let before = parent.read_file("/proc/uptime");
     let churn =
-        Command::Churn { bytes: 48 * MIB, tasks: 2, seed: 71, operations: None, seconds: Some(14) };
+        Command::Churn { bytes: 48 * MIB, tasks: 2, seed: 71, operations: None, seconds: Some(20) };
     let command = parent.send(churn);
     parent.wait_started(command);
-    std::thread::sleep(Duration::from_secs(1));
+    std::thread::sleep(Duration::from_secs(2));
     let name = unique(scene, "churn");
     checkpoint(scene, &parent, &name);
     let forks = fork(scene, &name, "a", 2, &[]);

@@ -284,7 +284,7 @@ fn memory_is_handed_over(scene: &Scene) {
 
 fn more_writing_than_sending(scene: &Scene) {
     let guest = Setup::new(scene).memory("size=256M").start();
-    let (bytes, seconds) = counts((32 * MIB, 12), (128 * MIB, 50));
+    let (bytes, seconds) = counts((32 * MIB, 20), (128 * MIB, 50));
     let churn =
         Command::Churn { bytes, tasks: 1, seed: 48, operations: None, seconds: Some(seconds) };
     let work = guest.send(churn);
