@@ -1,7 +1,7 @@
 //! Memory of the monitor's own program.
 
 use std::ffi::c_void;
-use std::slice;
+use std::{io, slice};
 
 const PAGE_BYTES: usize = 4096;
 
@@ -43,6 +43,25 @@ unsafe extern "C" fn release(
     1
 }
 
+// include/uapi/linux/prctl.h, since Linux 6.4
+const PR_SET_MEMORY_MERGE: libc::c_int = 67;
+const PR_GET_MEMORY_MERGE: libc::c_int = 68;
+
+/// Ends the merging of all memory of this process by ksmd, which a process inherits from the one
+/// that started it (`MemoryKSM=` of systemd's services). Memory that is offered to ksmd on its own
+/// later is merged all the same.
+pub fn end_inherited_merging() -> io::Result<()> {
+    // SAFETY: the call has no other arguments and changes nothing. Kernels without it refuse it.
+    if unsafe { libc::prctl(PR_GET_MEMORY_MERGE, 0, 0, 0, 0) } != 1 {
+        return Ok(());
+    }
+    // SAFETY: the call changes what ksmd may merge, and no content. Other arguments must be 0.
+    match unsafe { libc::prctl(PR_SET_MEMORY_MERGE, 0, 0, 0, 0) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -55,5 +74,20 @@ mod tests {
             function();
             assert_eq!(TEXT.split(' ').count(), 5);
         }
+    }
+
+    #[test]
+    fn inherited_merging_ends() {
+        // SAFETY: the calls change what ksmd may merge, and no content.
+        let (set, get) = unsafe {
+            let set = libc::prctl(PR_SET_MEMORY_MERGE, 1, 0, 0, 0);
+            (set, libc::prctl(PR_GET_MEMORY_MERGE, 0, 0, 0, 0))
+        };
+        assert!(set != 0 || get == 1, "{get}");
+        end_inherited_merging().unwrap();
+        // SAFETY: the call changes nothing.
+        let get = unsafe { libc::prctl(PR_GET_MEMORY_MERGE, 0, 0, 0, 0) };
+        // A kernel without KSM has nothing to end.
+        assert_eq!(get, if set == 0 { 0 } else { -1 });
     }
 }

@@ -1,9 +1,11 @@
 //! Requested merging that is unavailable: the machine runs without it and reports the reason.
 
 use std::fs;
+use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
+use std::process::Command as Program;
 
 use ebb_agent::protocol::Command;
 use ebb_virtual_host::kernel::is_at_least;
@@ -72,13 +74,33 @@ fn memory_that_cannot_be_merged(scene: &Scene) {
     check_unavailable(&guest, &["vm.max_map_count", "2000"]);
     drop(few);
     guest.end();
-    // Without its broker, a machine merges only its own pages.
+    // Without its broker, a machine merges only its own pages. ksmd merges none of it, although the
+    // monitor is started by a process of which it may merge everything.
     let broker = member(&scene.path("nobody"), "red");
-    let guest = merged(scene, "160M", &broker).start_api();
+    let mut program = merged(scene, "160M", &broker).program();
+    offer_all_memory_to_ksmd(&mut program);
+    let mut guest = Guest::spawn(program, scene.path("api"), &scene.guests());
+    guest.wait_api();
+    let smaps = fs::read_to_string(format!("/proc/{}/smaps", guest.pid())).unwrap();
+    let offered = |line: &&str| line.starts_with("VmFlags:") && line.contains(" mg");
+    assert_eq!(smaps.lines().find(offered), None);
     let info = guest.merge();
     assert_eq!(info.state, MergeState::Degraded, "{info:?}");
     assert!(info.reason.as_ref().is_some_and(|reason| reason.contains("nobody")), "{info:?}");
     guest.end();
+}
+
+/// Lets ksmd merge all memory of the program, as `MemoryKSM=` of a systemd service does.
+fn offer_all_memory_to_ksmd(program: &mut Program) {
+    // include/uapi/linux/prctl.h
+    const PR_SET_MEMORY_MERGE: libc::c_int = 67;
+    // SAFETY: the call changes what ksmd may merge, and no content.
+    let offer = || match unsafe { libc::prctl(PR_SET_MEMORY_MERGE, 1, 0, 0, 0) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    };
+    // SAFETY: the function makes one system call, and allocates nothing.
+    unsafe { program.pre_exec(offer) };
 }
 
 /// Permissions of a file, changed for a test and restored at its end.

@@ -26,7 +26,7 @@ use crate::devices::virtio::net::open_all;
 use crate::exit::{ExitSignal, GuestExit};
 use crate::file::readable;
 use crate::isolation::{Companion, Isolation, KeptName, Sockets};
-use crate::own_pages::release_program_pages;
+use crate::own_pages::{end_inherited_merging, release_program_pages};
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::working_set::ReadAhead;
 use crate::snapshot::{Overrides, SnapshotFile};
@@ -131,6 +131,8 @@ fn run_machine(
     front: &mut Option<Front>,
 ) -> Result<GuestExit, VmError> {
     let mut parts = StartParts::new();
+    // Memory is merged only if the machine's configuration says so.
+    end_inherited_merging().map_err(VmError::host("end the inherited merging by ksmd"))?;
     let on_reboot = config.on_reboot;
     // Before any thread starts: signals are handled by this thread, and threads inherit the mask.
     let signals = match front.as_mut().and_then(|front| front.signals.take()) {
