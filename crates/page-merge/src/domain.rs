@@ -104,8 +104,6 @@ pub(crate) struct Domain<M, S> {
     pub(crate) health: StoreHealth,
     /// Shortest run that is worth an attempt.
     pub(crate) min_run_pages: u32,
-    /// The memory refused a run in this pass because of its length.
-    pub(crate) refused_short_runs: bool,
     /// Most recent error, for diagnostics.
     pub(crate) last_error: Option<String>,
     /// Passes since that error.
@@ -128,7 +126,6 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             planned: Vec::new(),
             health: StoreHealth::Full,
             min_run_pages: 1,
-            refused_short_runs: false,
             last_error: None,
             calm_passes: 0,
         })
@@ -141,16 +138,19 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         if self.calm_passes > CALM_PASSES {
             self.last_error = None;
         }
-        let least = pass.settings.min_run_pages;
-        if self.refused_short_runs {
-            self.min_run_pages = (self.min_run_pages * 2).clamp(least, LONGEST_MIN_RUN);
-        } else if pass.number.is_multiple_of(SELDOM_PASSES) {
+        if pass.number.is_multiple_of(SELDOM_PASSES) {
             self.min_run_pages /= 2;
-            if self.min_run_pages < least {
+            if self.min_run_pages < pass.settings.min_run_pages {
                 self.min_run_pages = 1;
             }
         }
-        self.refused_short_runs = false;
+    }
+
+    /// The memory refused a run because of its length: from now on only longer ones are worth an
+    /// attempt.
+    pub(crate) fn require_longer_runs(&mut self, pass: &Pass<'_>) {
+        let longer = (self.min_run_pages * 2).min(LONGEST_MIN_RUN);
+        self.min_run_pages = longer.max(pass.settings.min_run_pages);
     }
 
     /// The number of a node; [`NodeNumber::NONE`] if there are too many.

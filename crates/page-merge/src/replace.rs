@@ -91,17 +91,21 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
         let mut outcomes = outcomes.into_iter().zip(homes);
         let mut merged = Vec::new();
+        let mut refused_runs = false;
         for ((_, item), tried) in items.iter().zip(tried) {
             let (outcome, home) = if tried {
                 outcomes.next().map_or((None, None), |(outcome, home)| (Some(outcome), home))
             } else {
                 (Some(MergeOutcome::NoMappings), None)
             };
-            self.refused_short_runs |= tried && outcome == Some(MergeOutcome::NoMappings);
+            refused_runs |= tried && outcome == Some(MergeOutcome::NoMappings);
             self.note_outcome(item, outcome, home, pass);
             if outcome == Some(MergeOutcome::Done) && item.target != MergeTarget::Zero {
                 merged.push(item.page);
             }
+        }
+        if refused_runs {
+            self.require_longer_runs(pass);
         }
         self.note_nodes_of_merged(&merged, pass);
     }

@@ -81,6 +81,7 @@ impl Slots for SimSlots {
             let mut word = [0; 8];
             word.copy_from_slice(&content[..8]);
             stable.content = Some(u64::from_le_bytes(word));
+            inner.published += 1;
         }
         Ok(())
     }

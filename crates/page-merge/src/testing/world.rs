@@ -85,6 +85,8 @@ pub(super) struct Inner {
     pub(super) slots: BTreeMap<StableSlot, SimSlot>,
     /// Calls of `hash`, in pages.
     pub(super) hashed: u64,
+    /// Contents written to slots, in pages.
+    pub(super) published: u64,
     pub(super) no_room: bool,
 }
 
@@ -162,6 +164,11 @@ impl World {
     /// Number of pages that were read for hashing.
     pub fn hashed_pages(&self) -> u64 {
         self.lock().hashed
+    }
+
+    /// Number of contents that were published as stable pages.
+    pub fn published_pages(&self) -> u64 {
+        self.lock().published
     }
 
     /// Sets whether there is memory for stable pages.

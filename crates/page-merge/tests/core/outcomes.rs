@@ -112,6 +112,23 @@ fn scarce_mappings_go_to_long_runs() {
     assert_eq!(guest.mappings(), guest.mappings().min(100));
 }
 
+/// Without mappings, contents are published for the pages of one step at most.
+#[test]
+fn little_is_published_in_vain() {
+    // Also if runs must be longer than the core would require.
+    let mut host = Host::new(Settings { min_run_pages: 100, ..eager() });
+    let guest = host.guest(16_384);
+    guest.limit_mappings(Some(0));
+    // All pages have a partner, whose neighbours are others.
+    (0..8192).for_each(|pfn| guest.write(pfn, 1 + pfn));
+    (0..8192).for_each(|pfn| guest.write(8192 + pfn, 1 + pfn * 2731 % 8192));
+    host.passes(3);
+    host.check();
+    assert!(host.world.published_pages() > 0);
+    assert!(host.world.published_pages() <= 2048, "{}", host.world.published_pages());
+    assert_eq!(guest.mappings(), 0);
+}
+
 /// Pages that are equal in two domains of a host are merged within each of them only.
 #[test]
 fn domains_never_share() {
