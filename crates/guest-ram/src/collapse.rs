@@ -229,7 +229,7 @@ fn blocks_of(region: &Region) -> impl Iterator<Item = Block> + use<> {
     })
 }
 
-fn advise_collapse(address: usize, size_bytes: usize) -> Result<(), Errno> {
+pub(crate) fn advise_collapse(address: usize, size_bytes: usize) -> Result<(), Errno> {
     // SAFETY: the range is guest memory, which is mapped as long as `GuestRam` lives; the advice
     // does not change its content.
     let result = unsafe { libc::madvise(address as *mut _, size_bytes, libc::MADV_COLLAPSE) };

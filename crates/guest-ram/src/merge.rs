@@ -16,9 +16,9 @@
 //! part of the memory's overlay (`overlay.rs`).
 
 mod coalesce_vmas;
+mod collapse;
 mod enable;
 mod freeze;
-mod huge;
 pub(crate) mod merging;
 mod nodes;
 mod reanonymize;

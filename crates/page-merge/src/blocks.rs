@@ -27,11 +27,23 @@ pub(crate) struct Block {
     others: u16,
     /// The last scan found one huge page.
     pub(crate) huge: bool,
-    /// Number of passes in which this huge page was not written to.
-    pub(crate) cold_passes: u8,
-    /// Number of times that pages of this huge page were found to be duplicates since it was
-    /// judged.
+    /// State of this huge page.
+    pub(crate) reading: Reading,
+    /// Number of passes in which all of its pages were small, present and not merged.
+    pub(crate) whole_passes: u8,
+}
+
+/// When a huge page is read, and what was decided.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Reading {
+    /// Passes until it is read (again).
+    pub(crate) due_in: u8,
+    /// Passes between the last two times; 0 if it has not been read.
+    pub(crate) interval: u8,
+    /// Number of its pages that were duplicates when it was read, or were found to be since.
     pub(crate) wanted: u16,
+    /// It is to be split.
+    pub(crate) split: bool,
 }
 
 impl Block {
@@ -80,8 +92,8 @@ impl Blocks {
                 merged: 0,
                 others: 0,
                 huge: false,
-                cold_passes: 0,
-                wanted: 0,
+                reading: Reading::default(),
+                whole_passes: 0,
             });
         }
         true
@@ -94,7 +106,7 @@ impl Blocks {
             self.set(number * BLOCK_PAGES as u32 + offset, Record::UNKNOWN);
         }
         if let Some(block) = self.block_mut(number) {
-            (block.huge, block.cold_passes, block.wanted) = (false, 0, 0);
+            (block.huge, block.reading, block.whole_passes) = (false, Reading::default(), 0);
         }
         self.shrink(number);
     }
@@ -161,7 +173,7 @@ impl Blocks {
         for (state, sign) in [(old, -1_i16), (record, 1)] {
             match state.state() {
                 State::Merged => block.merged = block.merged.saturating_add_signed(sign),
-                State::Watched | State::Unshared | State::Refused => {
+                State::Watched | State::Unshared | State::Refused | State::Seen => {
                     block.others = block.others.saturating_add_signed(sign);
                 }
                 State::Unknown | State::Zeroed => {}

@@ -104,6 +104,8 @@ pub(crate) struct Domain<M, S> {
     pub(crate) health: StoreHealth,
     /// Shortest run that is worth an attempt.
     pub(crate) min_run_pages: u32,
+    /// The host has given huge pages to this memory.
+    pub(crate) has_huge_pages: bool,
     /// Most recent error, for diagnostics.
     pub(crate) last_error: Option<String>,
     /// Passes since that error.
@@ -126,6 +128,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             planned: Vec::new(),
             health: StoreHealth::Full,
             min_run_pages: 1,
+            has_huge_pages: false,
             last_error: None,
             calm_passes: 0,
         })
@@ -230,6 +233,16 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.blocks.forget(block);
     }
 
+    /// Resets the records of a block's pages that are neither merged nor zeroed.
+    pub(crate) fn forget_contents(&mut self, block: u32) {
+        let pages = self.blocks.block(block).and_then(Block::records).map_or(0, <[Record]>::len);
+        for page in (first_of(block)..).take(pages) {
+            if !matches!(self.blocks.record(page).state(), State::Merged | State::Zeroed) {
+                self.set_state(page, Record::UNKNOWN);
+            }
+        }
+    }
+
     /// Zero pages are discarded from now on: those that wait for a partner are read again.
     pub(crate) fn watch_zeros(&mut self) {
         let mut zeros = Vec::new();
@@ -240,11 +253,13 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             });
         }
         for page in zeros {
-            let record = self.blocks.record(page);
-            self.set_state(page, record.with(State::Watched, 0));
-            if let Some(block) = self.blocks.block_mut(block_of(page)) {
-                // A huge page is judged again.
-                block.cold_passes = 0;
+            match self.blocks.block_mut(block_of(page)) {
+                // It is judged again.
+                Some(block) if block.huge => block.reading.due_in = 0,
+                _ => {
+                    let record = self.blocks.record(page);
+                    self.set_state(page, record.with(State::Watched, 0));
+                }
             }
         }
     }
@@ -321,7 +336,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             pages_shared: counts.pages_shared,
             pages_sharing,
             pages_unshared: self.blocks.count(State::Unshared),
-            pages_volatile: self.blocks.count(State::Watched),
+            pages_volatile: self.blocks.count(State::Watched) + self.blocks.count(State::Seen),
             pages_refused: self.blocks.count(State::Refused),
             ksm_zero_pages,
             merged_pages,

@@ -118,6 +118,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                     self.refuse(&candidate);
                 }
                 (Some(partner), _) => {
+                    self.will_split(block_of(partner));
                     publish.push(Publish {
                         page: partner,
                         hash: candidate.hash,
@@ -197,35 +198,37 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         })
     }
 
+    /// Whether the block is a huge page that is not to be split.
     fn is_huge(&self, block: u32) -> bool {
-        self.blocks.block(block).is_some_and(|block| block.huge)
+        self.blocks.block(block).is_some_and(|block| block.huge && !block.reading.split)
     }
 
-    /// Huge pages that may be split now, because enough of their pages are the only partners of
-    /// these or of earlier candidates.
+    /// A page with the candidate's content in another block, which is a huge page.
+    fn partner_in_huge_page(&self, candidate: &Candidate) -> Option<PageNumber> {
+        let own = block_of(candidate.page);
+        self.find_partner(candidate, |domain, block| block != own && domain.is_huge(block))
+    }
+
+    /// Huge pages that may be split now, because enough of their pages are partners of these
+    /// candidates.
     fn splittable(&self, candidates: &[(Candidate, Answer)], pass: &Pass<'_>) -> HashSet<u32> {
         let mut counts = HashMap::new();
         for (candidate, _) in candidates {
-            if let Some(page) = self.find_partner(candidate, |_, _| true)
-                && self.is_huge(block_of(page))
-            {
-                *counts.entry(block_of(page)).or_insert(0_u16) += 1;
+            if let Some(page) = self.partner_in_huge_page(candidate) {
+                *counts.entry(block_of(page)).or_insert(0) += 1;
             }
         }
-        counts.retain(|&number, count| {
-            let wanted = self.blocks.block(number).map_or(0, |block| block.wanted);
-            wanted.saturating_add(*count) >= pass.settings.huge_min_duplicates
-        });
+        counts.retain(|_, count| *count >= pass.settings.huge_min_duplicates);
         counts.into_keys().collect()
     }
 
     /// Counts, in huge pages that are not worth splitting yet, a candidate whose only partners are
     /// there.
     fn note_wanted(&mut self, candidate: &Candidate) {
-        if let Some(page) = self.find_partner(candidate, |_, _| true)
+        if let Some(page) = self.partner_in_huge_page(candidate)
             && let Some(block) = self.blocks.block_mut(block_of(page))
         {
-            block.wanted = block.wanted.saturating_add(1);
+            block.reading.wanted = block.reading.wanted.saturating_add(1);
         }
     }
 
@@ -235,10 +238,18 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.set_state(candidate.page, record.with(State::Refused, candidate.hash.get()));
     }
 
-    /// Decides whether a cold huge page should be split; if not, leaves its pages in the unstable
-    /// index as partners of others.
+    /// Records that a huge page, if the block is one, is about to be split.
+    fn will_split(&mut self, number: u32) {
+        if let Some(block) = self.blocks.block_mut(number) {
+            block.reading.split |= block.huge;
+        }
+    }
+
+    /// Decides whether a huge page should be split, of which `found` was unchanged between the last
+    /// two times it was read; if not, leaves these pages in the unstable index as partners of
+    /// others.
     pub(crate) fn judge(&mut self, number: u32, found: &Found, pass: &Pass<'_>) -> bool {
-        let mut duplicates = found.zeros.len() as u64;
+        let mut duplicates = found.zeros.len() as u16;
         let mut seen = HashSet::new();
         let mut alone = Vec::new();
         let mut unanswered = Vec::new();
@@ -253,9 +264,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             }
         }
         if self.health == StoreHealth::Late {
-            // Judge again some passes later.
+            // It is judged again some passes later.
             if let Some(block) = self.blocks.block_mut(number) {
-                block.cold_passes = 0;
+                block.reading.due_in = pass.settings.huge_cold_passes;
             }
             return false;
         }
@@ -270,19 +281,18 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 alone.push(candidate);
             }
         }
-        let split = duplicates >= u64::from(pass.settings.huge_min_duplicates);
-        if let Some(block) = self.blocks.block_mut(number) {
-            block.wanted = 0;
-            if split {
-                (block.huge, block.cold_passes) = (false, 0);
-            }
-        }
-        if split {
-            self.counters.huge_pages_split += 1;
+        if duplicates >= pass.settings.huge_min_duplicates {
+            self.will_split(number);
             return true;
         }
+        if let Some(block) = self.blocks.block_mut(number) {
+            block.reading.wanted = duplicates;
+        }
         for candidate in alone {
-            self.note_wanted(&candidate);
+            // Counted once, however often it is read.
+            if self.blocks.record(candidate.page).state() != State::Unshared {
+                self.note_wanted(&candidate);
+            }
         }
         for candidate in &found.others {
             self.insert_unshared(candidate.page, candidate.hash, candidate.node);
@@ -438,7 +448,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             for page in pages {
                 if self.is_huge(block_of(page)) {
                     if let Some(block) = self.blocks.block_mut(block_of(page)) {
-                        block.wanted = block.wanted.saturating_add(1);
+                        block.reading.wanted = block.reading.wanted.saturating_add(1);
                     }
                 } else {
                     found.push(Publish { page, hash, node, by: page });

@@ -72,6 +72,10 @@ pub trait Memory {
         outcomes: &mut Vec<MergeOutcome>,
     ) -> Result<(), Self::Error>;
 
+    /// Makes one huge page of a block of [`BLOCK_PAGES`] pages that are all present and not merged.
+    /// Returns true if it is one afterwards; there may be reasons against it.
+    fn collapse(&mut self, block: PageRange) -> Result<bool, Self::Error>;
+
     /// Unmerges every merged page of `range`, and appends the slots that have lost a share, once
     /// for each page.
     fn unmerge(
@@ -130,6 +134,10 @@ impl Memory for MergeSession {
         outcomes: &mut Vec<MergeOutcome>,
     ) -> Result<(), MergeError> {
         Self::replace(self, pages, outcomes)
+    }
+
+    fn collapse(&mut self, block: PageRange) -> Result<bool, MergeError> {
+        Self::collapse(self, block)
     }
 
     fn unmerge(

@@ -22,14 +22,23 @@ pub(crate) enum State {
     Zeroed = 4,
     /// Hashed, and a duplicate, but it could not be replaced; retried later.
     Refused = 5,
+    /// Part of a huge page, and hashed: known to be unchanged only if it is read once more.
+    Seen = 6,
 }
 
 impl State {
     /// Number of states.
-    pub(crate) const COUNT: usize = 6;
+    pub(crate) const COUNT: usize = 7;
 
-    const ALL: [Self; Self::COUNT] =
-        [Self::Unknown, Self::Watched, Self::Unshared, Self::Merged, Self::Zeroed, Self::Refused];
+    const ALL: [Self; Self::COUNT] = [
+        Self::Unknown,
+        Self::Watched,
+        Self::Unshared,
+        Self::Merged,
+        Self::Zeroed,
+        Self::Refused,
+        Self::Seen,
+    ];
 }
 
 /// A node, as an index into the domain's list of nodes. Linux has at most 1024 nodes.
@@ -67,7 +76,7 @@ impl Record {
         NodeNumber((self.0 >> NODE_SHIFT) as u16)
     }
 
-    /// Of [`State::Unshared`] and [`State::Refused`]: hash of the content.
+    /// Of [`State::Unshared`], [`State::Refused`] and [`State::Seen`]: hash of the content.
     pub(crate) fn hash(self) -> PageHash {
         PageHash::new(self.0)
     }

@@ -13,22 +13,27 @@ use crate::{
     store::StableStore,
 };
 
-/// Result of scanning a huge page.
-#[derive(Clone, Copy, Default)]
-struct HugeLook {
-    clean: u64,
-    written: u64,
+/// Longest interval, in passes, at which a huge page is read.
+const MOST_READ_EVERY: u8 = 64;
+
+/// Passes in which a block must be whole and unmerged before it becomes a huge page again.
+const WHOLE_PASSES: u8 = 16;
+
+/// Whether a hash that a page has had is that of its content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Known {
+    /// Yes: it would have been found written to.
+    Trusted,
+    /// It may have changed.
+    Old,
 }
 
-/// Action for a huge page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Turn {
-    /// No huge page, or no action.
-    Nothing,
-    /// Check whether it is worth splitting.
-    Judge,
-    /// It is no longer a huge page.
-    Split,
+/// The content of a page.
+#[derive(Clone, Copy, Debug)]
+struct PageContent {
+    page: PageNumber,
+    pfn: Pfn,
+    hash: PageHash,
 }
 
 impl<M: Memory, S: StableStore> Domain<M, S> {
@@ -48,40 +53,28 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
         self.counters.pages_scanned += range.pages;
 
+        let is_huge = looks.iter().all(|look| *look == PageLook::Huge);
+        self.note_huge(number, is_huge, pass);
+        if is_huge {
+            self.counters.untracked_pages += range.pages;
+            self.read_huge_page(number, pass);
+            self.blocks.shrink(number);
+            return range.pages;
+        }
+        let is_whole = range.pages == BLOCK_PAGES
+            && looks.iter().all(|look| matches!(look, PageLook::Clean | PageLook::Written));
         let mut worth = Vec::new();
-        let mut huge = HugeLook::default();
         for (page, look) in (first_of(number)..).zip(looks) {
-            if self.note_look(page, look, &mut huge, pass) {
+            if self.note_look(page, look, pass) {
                 worth.push(page);
             }
         }
-        let turn = self.note_huge(number, huge, pass);
-        let judged = turn == Turn::Judge;
-        let pages = first_of(number)..first_of(number) + range.pages as u32;
-        match turn {
-            Turn::Nothing => {}
-            Turn::Judge => worth = pages.collect(),
-            Turn::Split => {
-                // They may have partners that did not join them because of the huge page.
-                worth.extend(
-                    pages.filter(|&page| self.blocks.record(page).state() == State::Unshared),
-                );
-                worth.sort_unstable();
-            }
-        }
         if !worth.is_empty() {
-            let found = self.find_candidates(&worth, pass);
-            if judged
-                && found.zeros.len() + found.others.len() < worth.len()
-                && let Some(block) = self.blocks.block_mut(number)
-            {
-                // Not all of it could be read: judge it again some passes later.
-                block.cold_passes = 0;
-            }
-            if !judged || self.judge(number, &found, pass) {
-                self.join(found, pass);
-            }
+            let contents = self.contents_of(&worth, Known::Trusted);
+            let found = self.sort_out(contents, pass);
+            self.join(found, pass);
         }
+        self.collapse_if_due(number, is_whole);
         if pass.is_turn_of(number) {
             self.check_nodes(number, pass);
         }
@@ -93,25 +86,23 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     }
 
     /// Processes the scan of a page; returns `true` if the page should be read now.
-    fn note_look(
-        &mut self,
-        page: PageNumber,
-        look: PageLook,
-        huge: &mut HugeLook,
-        pass: &Pass<'_>,
-    ) -> bool {
+    fn note_look(&mut self, page: PageNumber, look: PageLook, pass: &Pass<'_>) -> bool {
         let record = self.blocks.record(page);
         match (look, record.state()) {
-            (PageLook::Clean | PageLook::HugeClean, State::Unshared)
-            | (PageLook::Merged, State::Merged) => {
+            (PageLook::Clean, State::Unshared) | (PageLook::Merged, State::Merged) => {
                 self.counters.clean_pages += 1;
-                huge.clean += u64::from(look == PageLook::HugeClean);
                 false
             }
             (PageLook::Absent, State::Unknown | State::Zeroed)
             | (PageLook::Excluded, State::Unknown)
             // The record is kept until the page can be merged again.
             | (PageLook::Copied, State::Watched) => false,
+            // The block became a huge page during the scan.
+            (PageLook::Huge, _) => {
+                self.counters.untracked_pages += 1;
+                self.set_state(page, Record::UNKNOWN);
+                false
+            }
             (PageLook::Absent | PageLook::Excluded, _) => {
                 self.set_state(page, Record::UNKNOWN);
                 false
@@ -135,20 +126,6 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 self.watch(page, pass);
                 false
             }
-            (PageLook::HugeWritten, _) => {
-                huge.written += 1;
-                self.counters.written_pages += 1;
-                self.watch(page, pass);
-                false
-            }
-            (PageLook::HugeClean, state) => {
-                self.counters.clean_pages += 1;
-                huge.clean += 1;
-                if !matches!(state, State::Watched | State::Refused) {
-                    self.watch(page, pass);
-                }
-                false
-            }
             (PageLook::Clean, State::Watched) => {
                 self.counters.clean_pages += 1;
                 let waits = record.value();
@@ -169,32 +146,105 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
     }
 
-    /// Records whether the block is a huge page, and for how long it was not written to.
-    fn note_huge(&mut self, number: u32, look: HugeLook, pass: &Pass<'_>) -> Turn {
-        let Some(block) = self.blocks.block_mut(number) else { return Turn::Nothing };
-        let was_huge = std::mem::replace(&mut block.huge, look.clean + look.written > 0);
-        if !block.huge || look.written > 0 || look.clean < BLOCK_PAGES {
-            block.cold_passes = 0;
-            block.wanted = 0;
-            return if was_huge && !block.huge { Turn::Split } else { Turn::Nothing };
+    /// Records whether the block is a huge page. If that has changed, what was known of pages that
+    /// are not merged is outdated: no write was tracked meanwhile.
+    fn note_huge(&mut self, number: u32, is_huge: bool, pass: &Pass<'_>) {
+        let Some(block) = self.blocks.block_mut(number) else { return };
+        if std::mem::replace(&mut block.huge, is_huge) == is_huge {
+            block.reading.split = false;
+            return;
         }
-        block.cold_passes = block.cold_passes.saturating_add(1);
-        let cold = pass.settings.huge_cold_passes;
-        // Once by itself; later only if others have found enough duplicates in it.
-        let wanted = block.cold_passes > cold && block.wanted >= pass.settings.huge_min_duplicates;
-        if block.cold_passes == cold || wanted { Turn::Judge } else { Turn::Nothing }
+        let reading = std::mem::take(&mut block.reading);
+        block.whole_passes = 0;
+        if is_huge {
+            self.has_huge_pages = true;
+            block.reading.due_in = pass.settings.huge_cold_passes;
+        }
+        self.forget_contents(number);
+        if reading.split && !is_huge {
+            self.counters.huge_pages_split += 1;
+            let merged = (first_of(number)..)
+                .take(BLOCK_PAGES as usize)
+                .filter(|page| {
+                    matches!(self.blocks.record(*page).state(), State::Merged | State::Zeroed)
+                })
+                .count();
+            let few = merged < usize::from(pass.settings.huge_min_duplicates);
+            self.counters.huge_pages_split_in_vain += u64::from(few);
+        }
     }
 
-    /// Reads pages whose content is unknown, and separates zeros from other contents.
-    fn find_candidates(&mut self, pages: &[PageNumber], pass: &Pass<'_>) -> Found {
+    /// Reads a huge page as a whole, if it is due, and merges it if enough of it has not changed
+    /// since the last time and has partners.
+    fn read_huge_page(&mut self, number: u32, pass: &Pass<'_>) {
+        let settings = pass.settings;
+        let Some(block) = self.blocks.block_mut(number) else { return };
+        let reading = &mut block.reading;
+        reading.due_in = reading.due_in.saturating_sub(1);
+        if reading.due_in > 0 && reading.wanted < settings.huge_min_duplicates {
+            return;
+        }
+        let cold = settings.huge_cold_passes;
+        reading.interval = match reading.interval {
+            0 => cold,
+            interval => interval.saturating_mul(2).min(MOST_READ_EVERY).max(cold),
+        };
+        (reading.due_in, reading.wanted) = (reading.interval, 0);
+        let pages: Vec<PageNumber> =
+            (first_of(number)..).take(block.range.pages as usize).collect();
+        let mut contents = self.contents_of(&pages, Known::Old);
+        contents.retain(|content| {
+            let record = self.blocks.record(content.page);
+            let is_known = matches!(record.state(), State::Seen | State::Unshared | State::Refused);
+            let is_steady = is_known && record.hash() == content.hash;
+            if !is_steady {
+                self.set_state(content.page, record.with(State::Seen, content.hash.get()));
+            }
+            is_steady
+        });
+        if contents.is_empty() {
+            return;
+        }
+        let found = self.sort_out(contents, pass);
+        if self.judge(number, &found, pass) {
+            self.join(found, pass);
+        }
+    }
+
+    /// Makes a huge page of a block that was whole and unmerged for long enough, if this memory has
+    /// huge pages.
+    fn collapse_if_due(&mut self, number: u32, is_whole: bool) {
+        if !self.has_huge_pages {
+            return;
+        }
+        let Some(block) = self.blocks.block_mut(number) else { return };
+        block.whole_passes = if is_whole { block.whole_passes + 1 } else { 0 };
+        if block.whole_passes < WHOLE_PASSES {
+            return;
+        }
+        block.whole_passes = 0;
+        let range = block.range;
+        // The pages that are to be replaced now are small anyway.
+        if self.planned.iter().any(|item| block_of(item.page) == number) {
+            return;
+        }
+        match self.memory.collapse(range) {
+            Ok(collapsed) => self.counters.huge_pages_collapsed += u64::from(collapsed),
+            Err(error) => self.note_memory_error(&error),
+        }
+    }
+
+    /// The contents of pages, as far as they can be read. Those with a hash are read only if it is
+    /// not `known` to be up to date.
+    fn contents_of(&mut self, pages: &[PageNumber], known: Known) -> Vec<PageContent> {
         let mut contents: Vec<(PageNumber, Pfn, Option<PageHash>)> =
             Vec::with_capacity(pages.len());
         for &page in pages {
             let record = self.blocks.record(page);
-            let known =
-                matches!(record.state(), State::Unshared | State::Refused).then(|| record.hash());
+            let is_known = known == Known::Trusted
+                && matches!(record.state(), State::Unshared | State::Refused);
             if let Some(pfn) = self.blocks.pfn(page) {
-                contents.push((page, pfn, known));
+                contents.push((page, pfn, is_known.then(|| record.hash())));
             }
         }
         let unread: Vec<Pfn> = contents
@@ -210,30 +260,30 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             }
         }
         let mut read = read.into_iter();
-        for (_, _, hash) in &mut contents {
-            if hash.is_none() {
-                *hash = match read.next().flatten() {
-                    None => None,
-                    Some(Content::Zero) => Some(PageHash::ZEROS),
-                    Some(Content::Hash(hash)) => Some(hash),
-                };
-            }
-        }
-        contents.retain(|(_, _, hash)| hash.is_some());
+        contents
+            .into_iter()
+            .filter_map(|(page, pfn, known)| {
+                let hash = known.or_else(|| match read.next().flatten()? {
+                    Content::Zero => Some(PageHash::ZEROS),
+                    Content::Hash(hash) => Some(hash),
+                })?;
+                Some(PageContent { page, pfn, hash })
+            })
+            .collect()
+    }
 
+    /// Separates zeros from other contents, and finds the nodes of these.
+    fn sort_out(&mut self, mut contents: Vec<PageContent>, pass: &Pass<'_>) -> Found {
         let mut found = Found::default();
         if pass.settings.use_zero_pages {
-            found.zeros = contents
-                .iter()
-                .filter(|(_, _, hash)| *hash == Some(PageHash::ZEROS))
-                .map(|(page, ..)| *page)
-                .collect();
-            contents.retain(|(_, _, hash)| *hash != Some(PageHash::ZEROS));
+            let is_zero = |content: &PageContent| content.hash == PageHash::ZEROS;
+            found.zeros = contents.iter().filter(|c| is_zero(c)).map(|c| c.page).collect();
+            contents.retain(|content| !is_zero(content));
         }
-        let places: Vec<Pfn> = contents.iter().map(|(_, pfn, _)| *pfn).collect();
+        let places: Vec<Pfn> = contents.iter().map(|content| content.pfn).collect();
         let nodes = self.nodes_of(&places, pass);
-        for ((page, _, hash), node) in contents.into_iter().zip(nodes) {
-            if let (Some(hash), Some(node)) = (hash, node) {
+        for (PageContent { page, hash, .. }, node) in contents.into_iter().zip(nodes) {
+            if let Some(node) = node {
                 found.others.push(Candidate { page, hash, node });
             }
         }

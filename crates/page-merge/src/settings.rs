@@ -68,7 +68,8 @@ pub struct Settings {
     /// Maximum number of pages found written to per second: a guest that writes to all of them has
     /// as many faults.
     pub max_written_per_second: u64,
-    /// Passes without a write after which a huge page may be split for merging.
+    /// Passes before a huge page is read, and between the first two times: only what was the same
+    /// in both may be merged. Later it is read again at growing intervals.
     pub huge_cold_passes: u8,
     /// Minimum number of duplicate or zero pages, of the 512 of a huge page, for which it is split.
     ///

@@ -12,7 +12,7 @@ pub struct Statistics {
     pub pages_sharing: u64,
     /// Pages without a duplicate, unchanged since they were hashed.
     pub pages_unshared: u64,
-    /// Pages that changed too recently to be hashed.
+    /// Pages that changed too recently to be hashed, or, in a huge page, since they were hashed.
     pub pages_volatile: u64,
     /// Pages scanned in all passes.
     pub pages_scanned: u64,
@@ -46,6 +46,8 @@ pub struct Statistics {
     pub clean_pages: u64,
     /// Scans that found that a page may have been written to.
     pub written_pages: u64,
+    /// Scans that found a page to be part of a huge page: writes to these are not tracked.
+    pub untracked_pages: u64,
     /// Merged pages that were written to.
     pub broken_pages: u64,
     /// Of these, pages that their owner has made anonymous again, so that they can be merged again.
@@ -54,6 +56,10 @@ pub struct Statistics {
     pub remerged_pages: u64,
     /// Huge pages that were split because enough of their pages were duplicates.
     pub huge_pages_split: u64,
+    /// Of these, huge pages of which fewer than `huge_min_duplicates` pages were merged then.
+    pub huge_pages_split_in_vain: u64,
+    /// Huge pages made of small pages of which none was merged any more.
+    pub huge_pages_collapsed: u64,
     /// Attempts to replace a page, by outcome: done.
     pub replaced_done: u64,
     /// The content had changed since it was hashed (or hashes collide).

@@ -54,14 +54,15 @@ impl MergeSession {
         }
     }
 
-    /// Coalesces `mappings`, which `piece` consists of.
-    fn join(
+    /// Coalesces `mappings`, or parts of some, which `piece` consists of. Returns true if it is one
+    /// mapping now.
+    pub(super) fn join(
         &mut self,
         merging: &Merging,
         overlaid: &mut FileExtents,
         piece: &Piece<'_>,
         mappings: &[GuestRange],
-    ) {
+    ) -> bool {
         let size_bytes = piece.range.size_bytes() as usize;
         // The destination of a move must be watched, too.
         let scratch = merging.scratch.empty_for(piece).and_then(|scratch| {
@@ -70,7 +71,10 @@ impl MergeSession {
         });
         let scratch = match scratch {
             Ok(scratch) => scratch,
-            Err(error) => return tracing::debug!("no memory to coalesce mappings: {error}"),
+            Err(error) => {
+                tracing::debug!("no memory to coalesce mappings: {error}");
+                return false;
+            }
         };
         // SAFETY: blocked threads are woken below, whatever happens in between.
         let watched =
@@ -103,6 +107,7 @@ impl MergeSession {
         must_succeed("threads that wait for a guest page cannot be woken", || {
             merging.uffd.wake(piece.address, size_bytes)
         });
+        is_joined
     }
 
     /// Moves all pages at `from`, within one mapping, to `to`. Returns true if none is left.

@@ -107,9 +107,6 @@ impl MergeSession {
         batch.thaw();
         let items = batch.items;
         drop(overlaid);
-        if items.iter().any(|item| item.stage == Stage::Ended(MergeOutcome::Done)) {
-            self.huge.merged(pages[0].0.huge_block());
-        }
         outcomes.extend(items.iter().map(|item| match item.stage {
             Stage::Ended(outcome) | Stage::Back(outcome) => outcome,
             Stage::Candidate | Stage::Away | Stage::Same => MergeOutcome::Busy,

@@ -91,8 +91,6 @@ pub(super) enum Question {
     /// written to are write-protected in the same step. Absent pages are never protected: the
     /// marker would look like content.
     Small,
-    /// The same for huge pages.
-    Huge,
     /// Everything that has content, unchanged.
     Any,
 }
@@ -145,11 +143,6 @@ impl PageScan {
                 argument.flags = WP_MATCHING;
                 argument.category_mask = PRESENT | HUGE | ZERO;
                 argument.category_inverted = HUGE | ZERO;
-            }
-            Question::Huge => {
-                argument.flags = WP_MATCHING;
-                argument.category_mask = PRESENT | HUGE | ZERO;
-                argument.category_inverted = ZERO;
             }
             Question::Any => {
                 argument.category_anyof_mask = PRESENT | SWAPPED;

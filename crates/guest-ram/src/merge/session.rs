@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, Pfn};
 
-use super::huge::{Advice, HugeBlocks, sample};
 use super::merging::{Ancestry, Merging};
 use super::scan::{PageScan, Question};
 #[cfg(feature = "testing")]
@@ -37,11 +36,9 @@ pub enum PageLook {
     /// page again, and has released its share of the stable page. Reported once; later scans report
     /// `Copied` for a while, or `Written` or `Clean`.
     Broken(StableSlot),
-    /// Part of a huge page, not written to since its last scan. Splitting makes the guest slower,
-    /// so more conditions apply.
-    HugeClean,
-    /// Part of a huge page that may have been written to; tracked from now on.
-    HugeWritten,
+    /// Part of a huge page. Writes to it are not tracked: a huge page that is write-protected is
+    /// split by the next write (Linux mm/memory.c, `wp_huge_pmd`).
+    Huge,
     /// It was reported as `Broken` before and has a private copy in front of the stable page, which
     /// is reanonymized after a while. It cannot be merged until then.
     Copied,
@@ -77,7 +74,6 @@ pub enum MergeError {
 pub struct MergeSession {
     pub(super) ram: Arc<GuestRam>,
     pub(super) scan: PageScan,
-    pub(super) huge: HugeBlocks,
     pub(super) copies: Copies,
     #[cfg(feature = "testing")]
     pub(super) protection: Protection,
@@ -86,8 +82,6 @@ pub struct MergeSession {
     pub(super) unwatched: Vec<GuestRange>,
     /// Pages whose places in the staging area may not be empty.
     pub(super) staged: Option<GuestRange>,
-    /// Seed of samples: different for each session.
-    seed: u64,
 }
 
 impl MergeSession {
@@ -106,14 +100,12 @@ impl MergeSession {
         Ok(Self {
             ram,
             scan,
-            huge: HugeBlocks::default(),
             copies: Copies::default(),
             #[cfg(feature = "testing")]
             protection: Protection::Yes,
             sampler: Sampler::new(seed),
             unwatched: Vec::new(),
             staged: None,
-            seed,
         })
     }
 
@@ -123,7 +115,7 @@ impl MergeSession {
     }
 
     /// Scans a block of at most 512 pages within one region, and fills `looks` with one entry for
-    /// each page. Reads at most a sample of huge pages.
+    /// each page.
     ///
     /// # Errors
     /// [`MergeError`]
@@ -160,31 +152,26 @@ impl MergeSession {
     ) -> Result<(), MergeError> {
         self.coalesce_vmas(block);
         self.watch_again(block);
-        let huge_block = block.start.huge_block();
         let mut seen = vec![false; looks.len()];
-        let alone = self.huge.leave_alone(huge_block);
-        if !alone {
-            for run in self.ask(block, Question::Small)? {
-                let first = (run.0 - address) / PAGE;
-                let look = if run.2 { PageLook::Written } else { PageLook::Clean };
-                looks[first..first + run.1 / PAGE].fill(look);
-                seen[first..first + run.1 / PAGE].fill(true);
-            }
-            for (part, source) in self.ram.file_mapped(block) {
-                if source != Source::Snapshot {
-                    continue;
-                }
-                let first = (part.start.0 - block.start.0) as usize;
-                looks[first..first + part.pages as usize].fill(PageLook::Excluded);
-                seen[first..first + part.pages as usize].fill(true);
-            }
-            if seen.iter().all(|seen| *seen) {
-                self.tend_copies(block, looks);
-                self.found_small(block, address, looks);
-                return Ok(());
-            }
+        for run in self.ask(block, Question::Small)? {
+            let first = (run.0 - address) / PAGE;
+            let look = if run.2 { PageLook::Written } else { PageLook::Clean };
+            looks[first..first + run.1 / PAGE].fill(look);
+            seen[first..first + run.1 / PAGE].fill(true);
         }
-        self.look_at_others(block, address, &seen, looks, alone)
+        for (part, source) in self.ram.file_mapped(block) {
+            if source != Source::Snapshot {
+                continue;
+            }
+            let first = (part.start.0 - block.start.0) as usize;
+            looks[first..first + part.pages as usize].fill(PageLook::Excluded);
+            seen[first..first + part.pages as usize].fill(true);
+        }
+        if seen.iter().all(|seen| *seen) {
+            self.tend_copies(block, looks);
+            return Ok(());
+        }
+        self.look_at_others(block, address, &seen, looks)
     }
 
     /// Scans the pages of a block that are not small pages of ordinary memory.
@@ -194,25 +181,20 @@ impl MergeSession {
         address: usize,
         seen: &[bool],
         looks: &mut [PageLook],
-        alone: bool,
     ) -> Result<(), MergeError> {
         let found = self.scan.ask(address, block.size_bytes() as usize, Question::Any);
         let found =
             found.map_err(|source| kernel("query the states of pages", block, source))?.to_vec();
-        let mut has_huge = false;
+        // A part of one cannot be merged.
+        let is_whole = is_huge_block(block);
         let mut copied = vec![false; looks.len()];
         for run in found {
             let first = (run.address() - address) / PAGE;
             let pages = first..first + run.size_bytes() / PAGE;
             let look = if run.is_zero() {
                 PageLook::Absent
-            } else if run.is_swapped() {
-                PageLook::Excluded
-            } else if run.is_huge() {
-                has_huge = true;
-                self.look_at_huge(block, address, run.is_written())?
-            } else if alone && !run.is_file() {
-                PageLook::HugeWritten
+            } else if run.is_huge() && !run.is_swapped() && is_whole {
+                PageLook::Huge
             } else {
                 PageLook::Excluded
             };
@@ -227,34 +209,7 @@ impl MergeSession {
         }
         self.look_at_merged(block, &copied, looks);
         self.tend_copies(block, looks);
-        if !has_huge && !alone {
-            self.found_small(block, address, looks);
-        }
         Ok(())
-    }
-
-    /// State to report for a huge page.
-    fn look_at_huge(
-        &mut self,
-        block: GuestRange,
-        address: usize,
-        written: bool,
-    ) -> Result<PageLook, MergeError> {
-        if block.pages != HUGE_PAGE_SIZE_PAGES
-            || !block.start.0.is_multiple_of(HUGE_PAGE_SIZE_PAGES)
-        {
-            // Protecting a part would split it.
-            return Ok(PageLook::Excluded);
-        }
-        if !written {
-            return Ok(PageLook::HugeClean);
-        }
-        // SAFETY: the block is guest memory, all of which is mapped as long as `self.ram` lives.
-        let sample = unsafe { sample(address, self.seed) };
-        if self.huge.sampled(block.start.huge_block(), sample) == Advice::Protect {
-            self.ask(block, Question::Huge)?;
-        }
-        Ok(PageLook::HugeWritten)
     }
 
     /// Corrects the states of pages for which a stable file is mapped. `copied` are pages of the
@@ -280,22 +235,6 @@ impl MergeSession {
         for page in broken {
             looks[place(page)] =
                 overlaid.note_broken(page).map_or(PageLook::Copied, PageLook::Broken);
-        }
-    }
-
-    /// Records that a block has no huge page.
-    fn found_small(&mut self, block: GuestRange, address: usize, looks: &mut [PageLook]) {
-        if !self.huge.found_small(block.start.huge_block()) {
-            return;
-        }
-        if let Err(error) = self.merging().uffd.unprotect(address, block.size_bytes() as usize) {
-            tracing::debug!("the place of a huge page stays protected at {block}: {error}");
-            return;
-        }
-        for look in looks {
-            if matches!(look, PageLook::Clean | PageLook::Written) {
-                *look = PageLook::HugeWritten;
-            }
         }
     }
 
@@ -403,7 +342,7 @@ impl MergeSession {
     }
 
     /// Host address of a block, which must be in one region.
-    fn address(&self, block: GuestRange) -> Result<usize, MergeError> {
+    pub(super) fn address(&self, block: GuestRange) -> Result<usize, MergeError> {
         let inside =
             self.ram.clip(block).next() == Some(block) && block.pages <= HUGE_PAGE_SIZE_PAGES;
         self.ram
@@ -434,6 +373,11 @@ fn prefetch(address: usize) {
 /// Buffer for a page, with the alignment that vector instructions prefer.
 #[repr(align(64))]
 struct Aligned([u8; PAGE]);
+
+/// Whether one huge page can have this block.
+pub(super) fn is_huge_block(block: GuestRange) -> bool {
+    block.pages == HUGE_PAGE_SIZE_PAGES && block == block.whole_huge_blocks()
+}
 
 /// An error with the failed action.
 pub(super) fn kernel(action: &'static str, range: GuestRange, source: io::Error) -> MergeError {

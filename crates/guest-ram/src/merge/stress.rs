@@ -176,10 +176,7 @@ fn merge_all(
         let mut wanted = Vec::new();
         for (page, look) in (block.start.0..).map(Pfn).zip(&looks) {
             match look {
-                PageLook::Written
-                | PageLook::Clean
-                | PageLook::HugeClean
-                | PageLook::HugeWritten => {
+                PageLook::Written | PageLook::Clean | PageLook::Huge => {
                     let mut first_words = [0; 4];
                     session.read_each(&[page], |content| {
                         let words = content.map(|content| content.as_chunks::<8>().0);

@@ -183,6 +183,13 @@ impl VmaBudget {
         edges.windows(2).map(|edges| GuestRange::new(Pfn(edges[0]), edges[1] - edges[0])).collect()
     }
 
+    /// The parts of `range`, which is part of a region, that lie in different VMAs.
+    pub(crate) fn parts(&self, range: GuestRange) -> Vec<GuestRange> {
+        let edges = [range.start.0].into_iter().chain(self.starts_inside(range));
+        let edges: Vec<u64> = edges.chain([range.end().0]).collect();
+        edges.windows(2).map(|edges| GuestRange::new(Pfn(edges[0]), edges[1] - edges[0])).collect()
+    }
+
     /// Records that this many starts may have disappeared.
     pub(super) fn doubt(&mut self, starts: u64) {
         self.doubtful += starts;

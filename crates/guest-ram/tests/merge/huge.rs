@@ -1,9 +1,10 @@
 //! Transparent huge pages.
 
-use ebb_guest_ram::HugePages;
+use ebb_abi::Pfn;
 use ebb_guest_ram::merge::{MergeOutcome, PageLook};
+use ebb_guest_ram::{GuestRange, HugePages};
 
-use crate::common::{Setup, setup};
+use crate::common::{Setup, mappings_of, setup};
 
 /// Memory of four blocks whose second one is a huge page full of sevens.
 fn with_huge_page() -> Option<Setup> {
@@ -37,20 +38,13 @@ fn huge_kib(setup: &Setup) -> u64 {
 #[test]
 fn scanning_does_not_split_a_huge_page_even_if_it_is_written_to() {
     let Some(mut setup) = with_huge_page() else { return };
-    for round in 0..8_u8 {
-        assert_eq!(setup.look(512, 512), [PageLook::HugeWritten; 512]);
-        setup.fill(600, round);
-        // All of it, or the sample may miss the change.
-        (512..520).for_each(|page| setup.fill(page, round));
+    for round in 0..40_u8 {
+        assert_eq!(setup.look(512, 512), [PageLook::Huge; 512]);
+        // Sometimes it is cold for long, and sometimes not.
+        if !(10..30).contains(&round) {
+            setup.fill(600, round);
+        }
     }
-    assert_eq!(huge_kib(&setup), 2048);
-}
-
-#[test]
-fn a_cold_huge_page_is_clean_and_stays_whole() {
-    let Some(mut setup) = with_huge_page() else { return };
-    let looks: Vec<PageLook> = (0..5).map(|_| setup.look(512, 512)[17]).collect();
-    assert_eq!(looks.last(), Some(&PageLook::HugeClean), "{looks:?}");
     assert_eq!(huge_kib(&setup), 2048);
 }
 
@@ -82,4 +76,62 @@ fn a_different_huge_page_is_moved_back_whole() {
     let pages: Vec<_> = (512..1024).map(|page| (page, slot)).collect();
     assert_eq!(setup.replace(&pages), [MergeOutcome::Different; 512]);
     assert!((512..1024).all(|page| setup.is_full_of(page, 7)));
+}
+
+/// Merges and unmerges pages of the huge page, so that it is split into several mappings.
+fn split(setup: &mut Setup) {
+    let slots = setup.publish(&[7, 7, 7]);
+    setup.look(512, 512);
+    let pages: Vec<_> = [600, 700, 800].into_iter().zip(slots).collect();
+    assert_eq!(setup.replace(&pages), [MergeOutcome::Done; 3]);
+    setup.session.unmerge(GuestRange::new(Pfn(512), 512), &mut Vec::new()).unwrap();
+    assert_eq!(huge_kib(setup), 0);
+    assert!(mappings_of(setup) > 3);
+}
+
+fn collapse(setup: &mut Setup) -> bool {
+    setup.session.collapse(GuestRange::new(Pfn(512), 512)).unwrap()
+}
+
+/// Retries: another test may have created a child process, which shares the pages until it ends.
+fn collapse_soon(setup: &mut Setup) -> bool {
+    (0..200).any(|_| {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+        collapse(setup)
+    })
+}
+
+#[test]
+fn what_was_split_becomes_huge_again() {
+    let Some(mut setup) = with_huge_page() else { return };
+    split(&mut setup);
+    // Tracked, which the kernel alone would respect.
+    setup.look(512, 512);
+    assert_eq!(setup.look(512, 512), [PageLook::Clean; 512]);
+    assert!(collapse_soon(&mut setup));
+    assert_eq!(huge_kib(&setup), 2048);
+    assert!(mappings_of(&setup) <= 3, "the block is one mapping, between two others");
+    assert!((512..1024).all(|page| setup.is_full_of(page, 7)));
+    setup.fill(600, 8);
+    assert_eq!(setup.look(512, 512), [PageLook::Huge; 512]);
+    assert!(setup.is_full_of(600, 8) && huge_kib(&setup) == 2048);
+}
+
+#[test]
+fn what_is_merged_or_to_be_small_does_not_become_huge() {
+    let Some(mut setup) = with_huge_page() else { return };
+    let slots = setup.publish(&[7]);
+    assert_eq!(setup.replace(&[(600, slots[0])]), [MergeOutcome::Done]);
+    assert!(!collapse(&mut setup));
+    assert_eq!(setup.look(600, 1), [PageLook::Merged]);
+    // Only a whole block can be huge.
+    assert!(!setup.session.collapse(GuestRange::new(Pfn(0), 100)).unwrap());
+    let Some(mut small) = setup_of_small_pages() else { return };
+    assert!(!collapse(&mut small));
+}
+
+fn setup_of_small_pages() -> Option<Setup> {
+    let setup = setup(1024, HugePages::Off)?;
+    (512..1024).for_each(|page| setup.fill(page, 7));
+    Some(setup)
 }

@@ -5,7 +5,7 @@ use ebb_guest_ram::StableSlot;
 use ebb_guest_ram::merge::{MergeOutcome, MergeTarget, PageLook};
 
 use super::world::{Backing, Guest, Inner, Page, World};
-use crate::{Content, Memory, PageHasher};
+use crate::{Content, Memory, PageHasher, memory::BLOCK_PAGES};
 
 /// Simulated memory of one process.
 #[derive(Clone, Debug)]
@@ -66,8 +66,7 @@ impl Inner {
             (None, Backing::Merged(_)) => PageLook::Merged,
             (None, Backing::Private) if std::mem::take(&mut page.written) => PageLook::Written,
             (None, Backing::Private) => PageLook::Clean,
-            (None, Backing::Huge) if std::mem::take(&mut page.written) => PageLook::HugeWritten,
-            (None, Backing::Huge) => PageLook::HugeClean,
+            (None, Backing::Huge) => PageLook::Huge,
         }
     }
 
@@ -211,6 +210,28 @@ impl Memory for SimMemory {
             }
         }
         Ok(())
+    }
+
+    fn collapse(&mut self, block: PageRange) -> Result<bool, Failure> {
+        let mut inner = self.world.lock();
+        inner.may_fail(self.number)?;
+        let pages = &mut inner.vms[self.number].pages;
+        let is_small = |page: &Page| {
+            page.backing == Backing::Private
+                && page.copied == 0
+                && page.lost.is_none()
+                && !page.excluded
+                && !page.pinned
+        };
+        if block.pages != BLOCK_PAGES
+            || !pages.range(block.start..block.end()).all(|(_, page)| is_small(page))
+        {
+            return Ok(false);
+        }
+        for (_, page) in pages.range_mut(block.start..block.end()) {
+            page.backing = Backing::Huge;
+        }
+        Ok(true)
     }
 
     fn unmerge(&mut self, range: PageRange, released: &mut Vec<StableSlot>) -> Result<(), Failure> {

@@ -225,6 +225,8 @@ impl Inner {
         for (_, page) in self.vms[vm].pages.range_mut(Pfn(first)..Pfn(first + 512)) {
             if page.backing == Backing::Huge {
                 page.backing = Backing::Private;
+                // Writes to it were not tracked before.
+                page.written = true;
             }
         }
     }

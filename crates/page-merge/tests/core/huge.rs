@@ -50,15 +50,101 @@ fn a_huge_page_in_use_is_kept() {
     let mut host = Host::new(eager());
     let (guest, other) = (host.guest(512), host.guest(512));
     huge_page(&guest, &other, 512);
-    for round in 0..30 {
-        // One write in every second pass: never cold for three.
-        guest.write(7, 5000 + round);
+    for round in 0..100 {
+        // More than half of it changes between any two times that it is read.
+        (200..512).for_each(|pfn| guest.write(pfn, 5000 + round * 512 + pfn));
         host.passes(2);
     }
+    host.check();
     assert!(guest.is_huge(0));
     assert_eq!(host.merger.statistics().merged_pages, 0);
+    // Then it is as before, and left alone.
+    (200..512).for_each(|pfn| guest.write(pfn, 1000 + pfn));
+    host.passes(130);
+    host.check();
+    assert_eq!(host.merger.statistics().merged_pages, 2 * 512);
+}
+
+/// A few pages in use do not keep the others from being merged.
+#[test]
+fn what_is_steady_in_a_huge_page_is_merged() {
+    let mut host = Host::new(eager());
+    let (guest, other) = (host.guest(512), host.guest(512));
+    huge_page(&guest, &other, 512);
+    for round in 0..20 {
+        guest.write(7, 5000 + round);
+        host.passes(1);
+    }
+    host.check();
+    let statistics = host.merger.statistics();
+    assert_eq!(statistics.merged_pages, 2 * 511);
+    assert_eq!((statistics.huge_pages_split, statistics.huge_pages_split_in_vain), (1, 0));
+}
+
+/// Idle huge pages are read ever more rarely, and their pages are counted.
+#[test]
+fn a_huge_page_without_duplicates_costs_little() {
+    let mut host = Host::new(eager());
+    let guest = host.guest(1024);
+    (0..1024).for_each(|pfn| guest.write(pfn, 1000 + pfn));
+    guest.make_huge(0);
+    guest.make_huge(512);
+    host.passes(4);
+    assert_eq!(host.counts(), (0, 0, 1024, 0));
+    host.passes(300);
+    let statistics = host.merger.statistics();
+    assert_eq!(host.counts(), (0, 0, 0, 1024));
+    let looks = statistics.clean_pages + statistics.written_pages + statistics.untracked_pages;
+    assert_eq!(looks, statistics.pages_scanned);
+    // After 3, 6, 12, 24, 48, 96, 160, 224 and 288 passes.
+    assert_eq!(host.world.hashed_pages(), 9 * 1024);
+    assert!(guest.is_huge(512));
+}
+
+/// A split that gains less than it should have is reported.
+#[test]
+fn a_split_in_vain_is_counted() {
+    let mut host = Host::new(eager());
+    let (guest, other) = (host.guest(512), host.guest(512));
+    huge_page(&guest, &other, 512);
+    host.passes(4);
+    (0..300).for_each(|pfn| guest.write_before_freeze(pfn, 9000 + pfn));
+    host.passes(3);
+    host.check();
+    let statistics = host.merger.statistics();
+    assert_eq!((statistics.huge_pages_split, statistics.huge_pages_split_in_vain), (1, 1));
+}
+
+#[test]
+fn what_is_no_longer_merged_becomes_huge_again() {
+    let mut host = Host::new(eager());
+    let (guest, other) = (host.guest(512), host.guest(512));
+    huge_page(&guest, &other, 512);
     host.settle();
-    assert_eq!(host.merger.statistics().merged_pages, 2 * 511);
+    assert!(!guest.is_huge(0));
+    (1..512).for_each(|pfn| guest.write(pfn, 5000 + pfn));
+    host.settle();
+    assert!(!guest.is_huge(0), "a page is merged");
+    guest.write(0, 5000);
+    host.settle();
+    assert!(guest.is_huge(0));
+    assert_eq!(host.merger.statistics().huge_pages_collapsed, 1);
+    // And is merged again when it is worth it.
+    (0..512).for_each(|pfn| other.write(pfn, 5000 + pfn));
+    host.passes(200);
+    host.check();
+    assert_eq!(host.merger.statistics().merged_pages, 2 * 512);
+}
+
+/// Small pages stay small in a memory without huge pages.
+#[test]
+fn nothing_becomes_huge_where_nothing_was() {
+    let mut host = Host::new(eager());
+    let guest = host.guest(512);
+    (0..512).for_each(|pfn| guest.write(pfn, 1 + pfn));
+    host.passes(100);
+    assert!(!guest.is_huge(0));
+    assert_eq!(host.merger.statistics().huge_pages_collapsed, 0);
 }
 
 /// Two machines with huge pages and the same content.
@@ -85,7 +171,7 @@ fn a_huge_page_is_judged_again_when_enough_of_its_pages_have_partners() {
     host.settle();
     let hashed = host.world.hashed_pages();
     host.passes(20);
-    assert_eq!(host.world.hashed_pages(), hashed, "a huge page that was judged costs nothing");
+    assert!(host.world.hashed_pages() - hashed <= 512, "a huge page is read rarely");
     (0..200).for_each(|pfn| other.write(pfn, 1000 + pfn));
     host.settle();
     assert!(guest.is_huge(0));
