@@ -129,6 +129,9 @@ pub struct MergeStatistics {
     pub pages_unshared: Option<u64>,
     /// Pages that change too fast to be merged.
     pub pages_volatile: Option<u64>,
+    /// Equal pages that could not be shared, and are tried again later. Only where the monitor
+    /// merges.
+    pub pages_refused: Option<u64>,
     /// Pages scanned.
     pub pages_scanned: Option<u64>,
     /// Pages skipped because they repeatedly could not be merged.
@@ -151,6 +154,19 @@ pub struct MergeStatistics {
     pub hashed_pages: Option<u64>,
     /// Pages that had not been written to since the last scan.
     pub clean_pages: Option<u64>,
+    /// Pages that had been written to since the last scan. Only where the monitor merges.
+    pub written_pages: Option<u64>,
+    /// Pages of huge pages, of which it is not tracked whether they are written to. Only where the
+    /// monitor merges.
+    pub untracked_pages: Option<u64>,
+    /// Huge pages that were split because enough of their pages had equal ones. Only where the
+    /// monitor merges.
+    pub huge_pages_split: Option<u64>,
+    /// Of these, huge pages of which too few pages could be shared.
+    pub huge_pages_split_in_vain: Option<u64>,
+    /// Blocks of memory that were made huge pages again, when none of their pages was shared any
+    /// more.
+    pub huge_pages_collapsed: Option<u64>,
     /// Merged pages that were written to, and so are no longer shared. Only where the monitor
     /// merges.
     pub broken_pages: Option<u64>,

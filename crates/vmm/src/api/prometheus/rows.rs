@@ -92,11 +92,12 @@ pub(super) const MACHINE: [Row<Metrics>; 12] = [
 ];
 
 /// With the prefix `ebb_merge_`, or `ebb_merge_host_` for counters of the host's kernel.
-pub(super) const MERGE: [Row<MergeStatistics>; 18] = [
+pub(super) const MERGE: [Row<MergeStatistics>; 24] = [
     row("pages_shared", "Pages that are shared.", |m| m.pages_shared.into()),
     row("pages_sharing", "Further mappings of shared pages.", |m| m.pages_sharing.into()),
     row("pages_unshared", "Pages without an equal one so far.", |m| m.pages_unshared.into()),
     row("pages_volatile", "Pages that change too fast to be merged.", |m| m.pages_volatile.into()),
+    row("pages_refused", "Equal pages that could not be shared.", |m| m.pages_refused.into()),
     row("ksm_zero_pages", "Zero pages that take no memory.", |m| m.ksm_zero_pages.into()),
     row("stable_node_chains", "Shared pages with several copies.", |m| m.stable_node_chains.into()),
     row("stable_node_dups", "Copies of shared pages.", |m| m.stable_node_dups.into()),
@@ -109,6 +110,25 @@ pub(super) const MERGE: [Row<MergeStatistics>; 18] = [
     row("hashed_pages_total", "Pages whose content was hashed.", |m| m.hashed_pages.into()),
     row("clean_pages_total", "Pages that had not been written to since the last scan.", |m| {
         m.clean_pages.into()
+    }),
+    row("written_pages_total", "Pages that had been written to since the last scan.", |m| {
+        m.written_pages.into()
+    }),
+    row(
+        "untracked_pages_total",
+        "Scanned pages of huge pages, whose writes are not tracked.",
+        |m| m.untracked_pages.into(),
+    ),
+    row("huge_pages_split_total", "Huge pages that were split to share their pages.", |m| {
+        m.huge_pages_split.into()
+    }),
+    row(
+        "huge_pages_split_in_vain_total",
+        "Split huge pages of which too few pages could be shared.",
+        |m| m.huge_pages_split_in_vain.into(),
+    ),
+    row("huge_pages_collapsed_total", "Split huge pages that were made huge again.", |m| {
+        m.huge_pages_collapsed.into()
     }),
     row("broken_pages_total", "Merged pages that were written to.", |m| m.broken_pages.into()),
     row(
