@@ -114,8 +114,8 @@ fn memory_is_copied_on_write(scene: &Scene) {
         .start();
     parent.run(Command::Hold { bytes: 128 * MIB, pattern: 9 });
     let before = parent.read_file("/proc/uptime");
-    let churn =
-        Command::Churn { bytes: 48 * MIB, tasks: 2, seed: 71, operations: None, seconds: Some(20) };
+    let bytes = counts(48, 64) * MIB;
+    let churn = Command::Churn { bytes, tasks: 2, seed: 71, operations: None, seconds: Some(20) };
     let command = parent.send(churn);
     parent.wait_started(command);
     std::thread::sleep(Duration::from_secs(2));

@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::guest::{Guest, MIB};
-use crate::harness::{Scene, Test, eventually, when};
+use crate::harness::{Scene, Test, counts, eventually, when};
 use crate::saved::Restore;
 use crate::setup::Setup;
 
@@ -28,8 +28,9 @@ const ATTEMPTS: u32 = 20;
 
 /// A guest whose memory takes some tenths of a second to copy.
 fn large_guest(scene: &Scene) -> Guest {
-    let guest = Setup::new(scene).memory("size=640M").args(["--cpus", "2"]).start();
-    guest.run(Command::Hold { bytes: 360 * MIB, pattern: 51 });
+    let (memory, held) = counts(("size=640M", 360 * MIB), ("size=1G", 600 * MIB));
+    let guest = Setup::new(scene).memory(memory).args(["--cpus", "2"]).start();
+    guest.run(Command::Hold { bytes: held, pattern: 51 });
     guest
 }
 

@@ -287,8 +287,8 @@ const READ_DISK: &str = "cp /dev/vda /tmp/copy; \
 /// Both sides of a snapshot go on with their own memory: programs that write all the time, a disk
 /// whose data the host's kernel writes, and a balloon that grows.
 fn while_the_guest_runs(scene: &Scene) {
-    let churn =
-        Command::Churn { bytes: 48 * MIB, tasks: 2, seed: 61, operations: None, seconds: Some(12) };
+    let bytes = counts(48, 96) * MIB;
+    let churn = Command::Churn { bytes, tasks: 2, seed: 61, operations: None, seconds: Some(12) };
     for memory in ["size=512M", "size=512M,thp=off"] {
         let (first, file) = (scene.path("first.snapshot"), scene.path("vm.snapshot"));
         let disk = scene.path("disk");
