@@ -3,7 +3,9 @@
 //!
 //! A part's work is a number of steps of 100 ms. In each of them some of the memory is written and
 //! some of the files are read; what takes longer than the step makes the work longer. So the work
-//! is the same wherever it runs, and the time that it takes shows what it waited for.
+//! is the same wherever it runs, and the time that it takes shows what it waited for. A delay that
+//! is shorter than a step is made up for by the next ones: those of timers and of the reports would
+//! otherwise add up.
 
 use std::fs::{self, File};
 use std::io;
@@ -133,9 +135,9 @@ impl Work<'_> {
         let left = Duration::from_millis(part.duration_ms).saturating_sub(done);
         let step = if part.works { STEP } else { NAP };
         let steps = left.as_millis().div_ceil(step.as_millis()) as usize;
+        let mut due = Instant::now();
         for number in 1..=steps {
             let step = step.min(left.saturating_sub(step * (number as u32 - 1)));
-            let begun = Instant::now();
             if part.is_steady {
                 let way = target.abs_diff(before) * number / steps;
                 let pages = if target > before { before + way } else { before - way };
@@ -148,8 +150,9 @@ impl Work<'_> {
                     self.read(offset)?;
                 }
             }
-            std::thread::sleep(step.saturating_sub(begun.elapsed()));
             self.pass(step, part.works)?;
+            due = end_of_step(due, step, Instant::now());
+            std::thread::sleep(due.saturating_duration_since(Instant::now()));
         }
         self.resize(target)?;
         self.report.parts += 1;
@@ -190,6 +193,14 @@ impl Work<'_> {
     }
 }
 
+/// When a step ends that was to begin at `due` and whose work is done at `now`. Of a delay, only
+/// what is longer than [`STEP`] stays.
+fn end_of_step(due: Instant, step: Duration, now: Instant) -> Instant {
+    let end = due + step;
+    let late = now.saturating_duration_since(end);
+    end + late.saturating_sub(STEP)
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -223,6 +234,25 @@ mod tests {
         assert!(begun.elapsed() >= Duration::from_millis(379));
         let last = fs::read(&load.report).unwrap();
         assert_eq!(serde_json::from_slice::<TraceReport>(&last).unwrap(), report);
+    }
+
+    #[test]
+    fn short_delays_are_made_up_for_and_long_ones_are_not() {
+        let begin = Instant::now();
+        let at = |ms| begin + Duration::from_millis(ms);
+        // In time, within a step, and after a pause of two seconds.
+        for (done, end) in [(30, 100), (130, 100), (200, 100), (2100, 2000)] {
+            assert_eq!(end_of_step(begin, STEP, at(done)), at(end), "{done}");
+        }
+        // Nine steps of 110 ms and one of none end as ten of 100.
+        let mut due = begin;
+        let mut now = begin;
+        for taken in [110, 110, 110, 110, 110, 110, 110, 110, 110, 0] {
+            now += Duration::from_millis(taken);
+            due = end_of_step(due, STEP, now);
+            now = now.max(due);
+        }
+        assert_eq!((due, now), (at(1000), at(1000)));
     }
 
     #[test]

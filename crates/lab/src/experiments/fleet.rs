@@ -124,6 +124,8 @@ struct Found {
     completed: usize,
     work_ms: u64,
     late_ms: u64,
+    paused_ms: u64,
+    waited_ms: u64,
     swap_out_bytes: u64,
     orders: usize,
     unexplained: usize,
@@ -142,6 +144,9 @@ struct Worked {
     size_mib: u64,
     begun_s: f64,
     took: Duration,
+    /// How long it was paused, and how long its vCPU waited for a processor.
+    paused_ms: u64,
+    waited_ms: u64,
     report: TraceReport,
 }
 
@@ -167,6 +172,15 @@ fn metrics() -> Vec<Metric<Found>> {
         Metric::lower("slowdown", "Duration of work", "x", move |found: &Found| {
             part(found.work_ms + found.late_ms, found.work_ms)
         }),
+        Metric::lower("slowdown_paused", "… of it: paused", "x", move |found: &Found| {
+            part(found.paused_ms, found.work_ms)
+        }),
+        Metric::lower(
+            "slowdown_processor",
+            "… of it: no processor",
+            "x",
+            move |found: &Found| part(found.waited_ms, found.work_ms),
+        ),
         count("oom_kills", "Machines or programs killed", |found| found.losses.len()),
         Metric::lower("swap_mib", "Written to swap", "MiB", |found: &Found| {
             Some(host::mib(found.swap_out_bytes >> 10))
@@ -213,6 +227,8 @@ fn run(
             ("begun, s", &|it| rounded(it.begun_s).into()),
             ("took, s", &|it| rounded(it.took.as_secs_f64()).into()),
             ("late, s", &|it| rounded(it.late_ms() as f64 / 1000.0).into()),
+            ("paused, s", &|it| rounded(it.paused_ms as f64 / 1000.0).into()),
+            ("without a processor, s", &|it| rounded(it.waited_ms as f64 / 1000.0).into()),
         ],
     ));
     outcome
@@ -243,6 +259,8 @@ struct Machine {
     disk: PathBuf,
     /// Its work, once its guest is there.
     work: Option<Begun>,
+    /// How long its vCPU had waited for a processor before.
+    waited_ms: f64,
 }
 
 impl Fleet<'_, '_> {
@@ -308,7 +326,7 @@ impl Fleet<'_, '_> {
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let guest = self.testbed.begin_start(size, &socket, &[device], &arguments)?;
         let running = Running::new(name, next.size_bytes, socket);
-        self.machines.push(Machine { guest, number, running, disk, work: None });
+        self.machines.push(Machine { guest, number, running, disk, work: None, waited_ms: 0.0 });
         self.next += 1;
         Ok(())
     }
@@ -333,6 +351,7 @@ impl Fleet<'_, '_> {
             (None, Some(begun)) => guest.end_of(begun),
             (None, None) if guest.is_ready() => {
                 let load = work::load(&self.trace.machines[machine.number], FILES, REPORT);
+                machine.waited_ms = host::vcpus_waited_ms(guest.pid()).unwrap_or(0.0);
                 guest.begin(Command::TraceLoad(load)).map(|begun| {
                     machine.work = Some(begun);
                     None
@@ -378,15 +397,20 @@ impl Fleet<'_, '_> {
         let report: TraceReport = serde_json::from_value(report)
             .map_err(|error| LabError::unexpected(machine.guest, error))?;
         let Some(begun) = machine.work.map(Begun::sent) else { return Ok(()) };
+        let waited_ms = self.testbed.vcpus_waited_ms(machine.guest)? - machine.waited_ms;
         let worked = Worked {
             name: machine.running.name.clone(),
             size_mib: machine.running.size_bytes >> 20,
             begun_s: (begun - self.begin).as_secs_f64(),
             took: at.saturating_duration_since(begun),
+            paused_ms: self.policy.paused(&machine.running.name, at).as_millis() as u64,
+            waited_ms: waited_ms as u64,
             report,
         };
         self.found.work_ms += report.work_ms;
         self.found.late_ms += worked.late_ms();
+        self.found.paused_ms += worked.paused_ms;
+        self.found.waited_ms += worked.waited_ms;
         self.found.worked.push(worked);
         Ok(())
     }
@@ -404,6 +428,8 @@ mod tests {
             size_mib: 1,
             begun_s: 0.0,
             took: Duration::from_millis(took_ms),
+            paused_ms: 0,
+            waited_ms: 0,
             report,
         };
         assert_eq!([850, 900, 1000].map(|ms| worked(ms).late_ms()), [0, 0, 100]);

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ebb_host_policy::State;
 use serde_json::json;
@@ -23,6 +23,8 @@ pub const IN_VIRTUAL_HOST: &str = "/bin/ebbd";
 pub struct Ordered {
     /// When its line was read.
     pub at: Instant,
+    /// The machine's name.
+    pub machine: String,
     /// What was ordered, as the daemon prints it.
     pub action: String,
     /// The rule that has decided it, with its inputs; `None` if the daemon gave none.
@@ -94,9 +96,7 @@ impl Daemon {
                 for line in BufReader::new(log).lines().map_while(Result::ok) {
                     let at = Instant::now();
                     tracing::debug!("ebbd: {line}");
-                    let Some((action, why)) = order_in(&line) else { continue };
-                    let why = (!why.is_empty()).then(|| why.to_owned());
-                    let order = Ordered { at, action: action.to_owned(), why };
+                    let Some(order) = order_in(&line, at) else { continue };
                     orders.lock().unwrap_or_else(PoisonError::into_inner).push(order);
                 }
             });
@@ -123,27 +123,99 @@ impl Drop for Daemon {
     }
 }
 
-/// The action in a line of the log about an order, and the rule behind it.
-fn order_in(line: &str) -> Option<(&str, &str)> {
-    let (_, order) = line.split_once(" ordered ")?;
-    let (_, action) = order.split_once("action=")?;
-    let (action, why) = action.split_once(" why=").unwrap_or((action, ""));
-    Some((action.trim(), why.trim().trim_matches('"')))
+/// The order in a line of the log that was read at this moment.
+fn order_in(line: &str, at: Instant) -> Option<Ordered> {
+    let (_, order) = line.split_once(" ordered machine=\"")?;
+    let (machine, order) = order.split_once("\" action=")?;
+    let (action, why) = order.split_once(" why=").unwrap_or((order, ""));
+    let why = why.trim().trim_matches('"');
+    Some(Ordered {
+        at,
+        machine: machine.to_owned(),
+        action: action.trim().to_owned(),
+        why: (!why.is_empty()).then(|| why.to_owned()),
+    })
+}
+
+/// How long a machine with these orders was paused until `end`. A pause ends by itself.
+pub fn paused<'a>(orders: impl Iterator<Item = &'a Ordered>, end: Instant) -> Duration {
+    let mut sum = Duration::ZERO;
+    // The pause that was ordered last: when it was seen first, and when it ends by itself.
+    let mut pause: Option<(Instant, Instant)> = None;
+    let passed = |pause: Option<(Instant, Instant)>, end: Instant| {
+        pause.map_or(Duration::ZERO, |(from, until)| until.min(end).saturating_duration_since(from))
+    };
+    for Ordered { at, action, .. } in orders {
+        if let Some(ms) = pause_ms(action) {
+            let until = *at + Duration::from_millis(ms);
+            pause = match pause {
+                Some((from, earlier)) if *at <= earlier => Some((from, until)),
+                ended => {
+                    sum += passed(ended, end);
+                    Some((*at, until))
+                }
+            };
+        } else if action == "Resume" {
+            sum += passed(pause.take(), *at);
+        }
+    }
+    sum + passed(pause, end)
+}
+
+/// For how long an action pauses its machine.
+fn pause_ms(action: &str) -> Option<u64> {
+    action.strip_prefix("Pause { for_ms: ")?.strip_suffix(" }")?.parse().ok()
 }
 
 #[cfg(test)]
 mod tests {
+    use ebb_host_policy::Action;
+
     use super::*;
 
     #[test]
     fn orders_are_found_in_the_log() {
+        let found = |line: &str| {
+            let order = order_in(line, Instant::now())?;
+            Some((order.machine, order.action, order.why))
+        };
+        let order = |action: &str, why: Option<&str>| {
+            Some(("web-1".to_owned(), action.to_owned(), why.map(str::to_owned)))
+        };
         let line = " INFO ordered machine=\"web-1\" action=Balloon { target_bytes: 4096 } \
                     why=\"the host is pressed\"";
         let balloon = "Balloon { target_bytes: 4096 }";
-        assert_eq!(order_in(line), Some((balloon, "the host is pressed")));
-        assert_eq!(order_in(" INFO ordered machine=\"a\" action=Park"), Some(("Park", "")));
-        assert_eq!(order_in(" INFO ordered action=Park why=\"\""), Some(("Park", "")));
-        assert_eq!(order_in(" INFO the host is tight"), None);
-        assert_eq!(order_in(" INFO an earlier job has not ended action=Park"), None);
+        assert_eq!(found(line), order(balloon, Some("the host is pressed")));
+        assert_eq!(found(" INFO ordered machine=\"web-1\" action=Park"), order("Park", None));
+        let line = " INFO ordered machine=\"web-1\" action=Park why=\"\"";
+        assert_eq!(found(line), order("Park", None));
+        assert_eq!(found(" INFO the host is tight"), None);
+        assert_eq!(found(" INFO an earlier job has not ended action=Park"), None);
+    }
+
+    #[test]
+    fn pauses_are_renewed_and_end_by_themselves() {
+        let begin = Instant::now();
+        let at = |ms| begin + Duration::from_millis(ms);
+        let order = |ms, action: &str| Ordered {
+            at: at(ms),
+            machine: "a".to_owned(),
+            action: action.to_owned(),
+            why: None,
+        };
+        let pause = format!("{:?}", Action::Pause { for_ms: 2000 });
+        let resume = format!("{:?}", Action::Resume);
+        let orders = [
+            order(0, &pause),
+            order(1000, &pause),
+            order(1500, "Park"),
+            order(2500, &resume),
+            order(2600, &resume),
+            // This one is not renewed in time.
+            order(5000, &pause),
+            order(9000, &pause),
+        ];
+        let paused_ms = |end| paused(orders.iter(), at(end)).as_millis();
+        assert_eq!([paused_ms(9500), paused_ms(20_000)], [5000, 6500]);
     }
 }

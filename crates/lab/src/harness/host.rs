@@ -210,22 +210,34 @@ pub fn proportional_mib(pid: u32) -> Option<f64> {
 }
 
 /// Processor time of a monitor without its vCPUs, ms; `None` when it has ended.
-///
-/// Threads of vCPUs are identified by their names: `vcpu0` under Ebb, `CPU 0/KVM` under QEMU with
-/// `debug-threads=on`.
 pub fn monitor_cpu_ms(pid: u32) -> Option<f64> {
-    let process = PathBuf::from(format!("/proc/{pid}"));
-    let total_ms = proc::process_cpu_ms(&fs::read_to_string(process.join("stat")).ok()?)?;
-    let threads = fs::read_dir(process.join("task")).ok()?.flatten();
-    let vcpus_ns = threads.filter_map(|thread| {
-        let name = fs::read_to_string(thread.path().join("comm")).ok()?;
+    let total_ms = proc::process_cpu_ms(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)?;
+    Some((total_ms - vcpu_times_ms(pid)?[0]).max(0.0))
+}
+
+/// How long vCPUs of a monitor have waited for a processor, ms; `None` when it has ended.
+pub fn vcpus_waited_ms(pid: u32) -> Option<f64> {
+    Some(vcpu_times_ms(pid)?[1])
+}
+
+/// How long vCPUs of a monitor have run and waited for a processor, ms.
+///
+/// Their threads are identified by their names: `vcpu0` under Ebb, `CPU 0/KVM` under QEMU with
+/// `debug-threads=on`.
+fn vcpu_times_ms(pid: u32) -> Option<[f64; 2]> {
+    let mut sums = [0.0, 0.0];
+    for thread in fs::read_dir(format!("/proc/{pid}/task")).ok()?.flatten() {
+        // A thread may end meanwhile.
+        let name = fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
         if !name.starts_with("vcpu") && !name.starts_with("CPU ") {
-            return None;
+            continue;
         }
-        let times = fs::read_to_string(thread.path().join("schedstat")).ok()?;
-        times.split_ascii_whitespace().next()?.parse::<f64>().ok()
-    });
-    Some((total_ms - vcpus_ns.sum::<f64>() / 1e6).max(0.0))
+        let times = fs::read_to_string(thread.path().join("schedstat")).unwrap_or_default();
+        for (sum, ns) in sums.iter_mut().zip(times.split_ascii_whitespace()) {
+            *sum += ns.parse::<f64>().unwrap_or(0.0) / 1e6;
+        }
+    }
+    Some(sums)
 }
 
 /// Page faults of a process without I/O so far; `None` when it has ended.

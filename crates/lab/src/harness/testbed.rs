@@ -408,6 +408,15 @@ impl<'a> Testbed<'a> {
         host::waits(guest.pid()).ok_or_else(|| guest.lost("its threads"))
     }
 
+    /// How long vCPUs of a guest have waited for a processor so far, in milliseconds.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when it has ended.
+    pub fn vcpus_waited_ms(&mut self, number: u32) -> Result<f64, LabError> {
+        let guest = self.guest(number)?;
+        host::vcpus_waited_ms(guest.pid()).ok_or_else(|| guest.lost("the times of its vCPUs"))
+    }
+
     /// Page faults of a guest's monitor so far, which are those of the guest at memory that the host
     /// has to provide.
     ///

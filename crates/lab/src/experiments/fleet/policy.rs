@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::Sizes;
 use super::work::Divisors;
 use crate::LabError;
-use crate::harness::daemon::{Beginning, Daemon};
+use crate::harness::daemon::{Beginning, Daemon, paused};
 use crate::harness::host::MemoryState;
 
 /// How often machines are asked and a decision is made.
@@ -135,6 +135,12 @@ impl Policy {
                 (orders.len(), orders.iter().filter(|order| order.why.is_none()).count())
             }
         }
+    }
+
+    /// How long it has paused this machine until `end`.
+    pub fn paused(&self, machine: &str, end: Instant) -> Duration {
+        let Self::Daemon(daemon) = self else { return Duration::ZERO };
+        paused(daemon.orders().iter().filter(|order| order.machine == machine), end)
     }
 
     /// How many orders of `ebbd` there were of each kind.
