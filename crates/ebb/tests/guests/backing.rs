@@ -67,20 +67,12 @@ fn check_balloon(guest: &Guest, sizes: &Bytes, at_least: u64) {
     assert_eq!(guest.metric("ebb_balloon_errors_total{kind=\"discard_failed\"}"), 0);
 }
 
-/// Huge pages of anonymous memory in the monitor.
-fn anonymous_huge_bytes(guest: &Guest) -> u64 {
-    let text = fs::read_to_string(format!("/proc/{}/smaps_rollup", guest.pid())).unwrap();
-    let line = text.lines().find(|line| line.starts_with("AnonHugePages:")).expect("AnonHugePages");
-    line.split_ascii_whitespace().nth(1).and_then(|number| number.parse::<u64>().ok()).unwrap()
-        * 1024
-}
-
 fn anonymous_with_huge_pages(scene: &Scene) {
     let guest = Setup::new(scene).memory("size=512M,backing=anon,thp=on").start();
     let policy =
         fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
     if !policy.contains("[never]") {
-        assert!(anonymous_huge_bytes(&guest) > 0);
+        assert!(guest.huge_bytes() > 0);
     }
     check_balloon(&guest, &LARGE, LARGE.balloon);
 }
@@ -90,7 +82,7 @@ fn anonymous_without_huge_pages(scene: &Scene) {
     let memory = format!("size={},backing=anon,thp=off", sizes.ram);
     let guest = Setup::new(scene).memory(&memory).start();
     check_balloon(&guest, &sizes, sizes.balloon);
-    assert_eq!(anonymous_huge_bytes(&guest), 0);
+    assert_eq!(guest.huge_bytes(), 0);
 }
 
 fn memfd(scene: &Scene) {

@@ -397,6 +397,15 @@ impl Guest {
         self.vm().resident_bytes
     }
 
+    /// Huge pages of anonymous memory in the monitor's process, in bytes.
+    pub fn huge_bytes(&self) -> u64 {
+        let path = format!("/proc/{}/smaps_rollup", self.pid());
+        let text = fs::read_to_string(path).expect("the monitor runs");
+        let line = text.lines().find_map(|line| line.strip_prefix("AnonHugePages:"));
+        let kib = line.expect("AnonHugePages").trim().trim_end_matches(" kB");
+        kib.parse::<u64>().expect("a number") * 1024
+    }
+
     /// Resident memory of the monitor's process according to Linux, without pages of files: those
     /// of the program come and go, and their count lags behind by up to 64 page faults of each
     /// thread, of up to 16 pages each, before Linux 6.2 (`check_sync_rss_stat`).

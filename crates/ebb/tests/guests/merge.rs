@@ -11,6 +11,7 @@ use crate::harness::{Scene, Test, WRONG_CONTENT, counts, eventually, when};
 use crate::merge_support::{PAGE_BYTES, merged};
 use crate::moved::{Receive, Route, move_to};
 use crate::saved::Restore;
+use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
@@ -18,6 +19,7 @@ pub const TESTS: &[Test] = &[
     Test::new("merge::written_and_merged_again", 240, written_and_merged_again).merging(),
     Test::new("merge::discards_and_a_reboot", 240, discards_and_a_reboot).merging(),
     Test::new("merge::saved_and_moved", 240, saved_and_moved).merging(),
+    Test::new("merge::huge_pages", 240, huge_pages).merging(),
 ];
 
 /// Memory that contains each page twice, in bytes.
@@ -153,6 +155,33 @@ fn discards_and_a_reboot(scene: &Scene) {
     guest.send(Command::PowerOff);
     let (code, log) = guest.wait_end();
     assert_eq!(code, Some(0), "{log}");
+}
+
+/// Huge pages are split only for equal pages, and what is not equal any more becomes huge again.
+fn huge_pages(scene: &Scene) {
+    let guest = Setup::new(scene).memory("size=192M,merge=owner").start_and_merge();
+    guest.run(Command::Hold { bytes: 32 * MIB, pattern: 57 });
+    hold_twice(&guest, 58);
+    let before = guest.huge_bytes();
+    assert!(before >= 32 * MIB + HELD, "{before} bytes of huge pages");
+    guest.wait_merged(MERGED);
+    guest.check_held();
+    let merged = guest.merge_statistics();
+    let huge = guest.huge_bytes();
+    // Besides, the kernel has equal pages.
+    assert!(huge + HELD + 16 * MIB >= before, "{before} -> {huge} bytes are huge: {merged:?}");
+    assert!(merged.huge_pages_split >= Some(MERGED >> 21), "{merged:?}");
+    assert!(merged.huge_pages_split_in_vain <= Some(4), "{merged:?}");
+    assert!(merged.untracked_pages > Some(0), "{merged:?}");
+    // The same memory, with other content and without equal pages.
+    guest.run(Command::Release);
+    guest.run(Command::Hold { bytes: 64 * MIB, pattern: 59 });
+    eventually("memory becomes huge again", 120, || {
+        let now = guest.merge_statistics();
+        let again = now.huge_pages_collapsed >= Some(4);
+        when(again && guest.huge_bytes() > huge, || format!("{huge} bytes were huge: {now:?}"))
+    });
+    guest.check_held();
 }
 
 fn saved_and_moved(scene: &Scene) {
