@@ -52,7 +52,8 @@ impl GuestRam {
         if self.backing() != Backing::Anonymous {
             return Err(MergeUnavailable::Backing { backing: self.backing() });
         }
-        self.page_scan(1).map(drop)
+        self.page_scan(1)?;
+        check_swap()
     }
 
     /// Queries about the memory's pages, with at most `max_runs` runs of pages in an answer.
@@ -158,6 +159,30 @@ fn is_locked(smaps: &str, ranges: &[(u64, u64)]) -> bool {
     })
 }
 
+/// Refuses a kernel that may crash when pages are moved while they are swapped, if there is swap.
+fn check_swap() -> Result<(), MergeUnavailable> {
+    let release = rustix::system::uname().release().to_string_lossy().into_owned();
+    if moves_swapped_pages(&release) || rustix::system::sysinfo().totalswap == 0 {
+        Ok(())
+    } else {
+        Err(MergeUnavailable::Swap { release })
+    }
+}
+
+/// Whether the kernel of this release moves pages correctly that are in the swap cache
+/// (`mm/userfaultfd.c`, `move_swap_pte`): CVE-2025-38242 names the versions. A release that has no
+/// such numbers counts as new.
+fn moves_swapped_pages(release: &str) -> bool {
+    let mut numbers = release.split(|byte: char| !byte.is_ascii_digit()).map(str::parse::<u32>);
+    let mut next = || numbers.next().and_then(Result::ok);
+    match (next(), next(), next().unwrap_or(0)) {
+        (Some(6), Some(12), patch) => patch >= 37,
+        (Some(6), Some(15), patch) => patch >= 5,
+        (Some(major), Some(minor), _) => (major, minor) >= (6, 16),
+        _ => true,
+    }
+}
+
 fn check_map_count() -> Result<(), MergeUnavailable> {
     let path = "/proc/sys/vm/max_map_count";
     let text =
@@ -174,6 +199,17 @@ fn check_map_count() -> Result<(), MergeUnavailable> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn kernels_that_move_swapped_pages_are_known_by_their_release() {
+        for release in ["6.12.37", "6.12.95+deb12-cloud-amd64", "6.15.5", "6.16.0-1", "6.18", "7.0"]
+        {
+            assert!(moves_swapped_pages(release), "{release}");
+        }
+        for release in ["6.8.0-45-generic", "6.11.11", "6.12.36+deb12-amd64", "6.14.11", "6.15"] {
+            assert!(!moves_swapped_pages(release), "{release}");
+        }
+    }
 
     #[test]
     fn locked_mappings_are_found_by_their_flags() {

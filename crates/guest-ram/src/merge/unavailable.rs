@@ -44,6 +44,17 @@ pub enum MergeUnavailable {
         since: &'static str,
     },
 
+    /// There is swap, and the kernel has an error that concerns it.
+    #[error(
+        "this host has swap, and its kernel ({release}) may crash when merging moves pages that \
+         are being swapped (CVE-2025-38242; mended in Linux 6.12.37, 6.15.5 and 6.16): use a newer \
+         kernel, or switch swap off (swapoff -a)"
+    )]
+    Swap {
+        /// The kernel's release.
+        release: String,
+    },
+
     /// The memory is locked.
     #[error(
         "guest memory is locked (mlock): pages that must stay in memory cannot be merged; do not \
