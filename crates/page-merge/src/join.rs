@@ -249,16 +249,16 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     /// two times it was read; if not, leaves these pages in the unstable index as partners of
     /// others.
     pub(crate) fn judge(&mut self, number: u32, found: &Found, pass: &Pass<'_>) -> bool {
-        let mut duplicates = found.zeros.len() as u16;
+        let mut duplicates = Vec::new();
         let mut seen = HashSet::new();
         let mut alone = Vec::new();
         let mut unanswered = Vec::new();
         for (candidate, answer) in found.others.iter().zip(self.ask(&found.others)) {
             if let Answer::Stable(slot) = answer {
                 self.store.unused(slot);
-                duplicates += 1;
+                duplicates.push(candidate.page);
             } else if answer == Answer::Wanted || !seen.insert((candidate.node, candidate.hash)) {
-                duplicates += 1;
+                duplicates.push(candidate.page);
             } else {
                 unanswered.push((*candidate, answer));
             }
@@ -276,17 +276,18 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 block != number && (!domain.is_huge(block) || splittable.contains(&block))
             };
             if self.find_partner(&candidate, others).is_some() {
-                duplicates += 1;
+                duplicates.push(candidate.page);
             } else {
                 alone.push(candidate);
             }
         }
-        if duplicates >= pass.settings.huge_min_duplicates {
+        let gain = found.zeros.len() as u16 + self.pages_in_long_runs(duplicates);
+        if gain >= pass.settings.huge_min_duplicates {
             self.will_split(number);
             return true;
         }
         if let Some(block) = self.blocks.block_mut(number) {
-            block.reading.wanted = duplicates;
+            block.reading.wanted = gain;
         }
         for candidate in alone {
             // Counted once, however often it is read.
@@ -302,6 +303,16 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             self.set_state(page, record.with(State::Refused, PageHash::ZEROS.get()));
         }
         false
+    }
+
+    /// How many of these pages of a block are in runs that would be replaced, where mappings are
+    /// scarce.
+    fn pages_in_long_runs(&self, mut pages: Vec<PageNumber>) -> u16 {
+        pages.sort_unstable();
+        let mut short = 0;
+        let follows = |a: usize, b: usize| pages[a] + 1 == pages[b];
+        pages_in_short_runs(pages.len(), follows, |_| self.min_run_pages, |_| short += 1);
+        pages.len() as u16 - short
     }
 
     /// Publishes the content of pages and plans to replace them. Returns `false` if the store

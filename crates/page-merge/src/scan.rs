@@ -19,6 +19,9 @@ const MOST_READ_EVERY: u8 = 64;
 /// Passes in which a block must be whole and unmerged before it becomes a huge page again.
 const WHOLE_PASSES: u8 = 16;
 
+/// Longest time without such an attempt after failures, in passes.
+const LONGEST_PAUSE: u64 = 1024;
+
 /// Whether a hash that a page has had is that of its content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Known {
@@ -74,7 +77,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             let found = self.sort_out(contents, pass);
             self.join(found, pass);
         }
-        self.collapse_if_due(number, is_whole);
+        self.collapse_if_due(number, is_whole, pass);
         if pass.is_turn_of(number) {
             self.check_nodes(number, pass);
         }
@@ -212,26 +215,33 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     }
 
     /// Makes a huge page of a block that was whole and unmerged for long enough, if this memory has
-    /// huge pages.
-    fn collapse_if_due(&mut self, number: u32, is_whole: bool) {
+    /// huge pages. An attempt costs the guest a fault for each page: they become rare if they fail.
+    fn collapse_if_due(&mut self, number: u32, is_whole: bool, pass: &Pass<'_>) {
         if !self.has_huge_pages {
             return;
         }
         let Some(block) = self.blocks.block_mut(number) else { return };
-        block.whole_passes = if is_whole { block.whole_passes + 1 } else { 0 };
-        if block.whole_passes < WHOLE_PASSES {
+        block.whole_passes = if is_whole { block.whole_passes.saturating_add(1) } else { 0 };
+        // Pages that are about to be merged would be split off again.
+        if block.whole_passes < WHOLE_PASSES
+            || pass.number < self.no_collapse_before
+            || self.planned.iter().any(|item| block_of(item.page) == number)
+        {
             return;
         }
         block.whole_passes = 0;
         let range = block.range;
-        // The pages that are to be replaced now are small anyway.
-        if self.planned.iter().any(|item| block_of(item.page) == number) {
-            return;
-        }
         match self.memory.collapse(range) {
-            Ok(collapsed) => self.counters.huge_pages_collapsed += u64::from(collapsed),
+            Ok(true) => {
+                self.counters.huge_pages_collapsed += 1;
+                self.collapse_pause = 0;
+                return;
+            }
+            Ok(false) => {}
             Err(error) => self.note_memory_error(&error),
         }
+        self.collapse_pause = (self.collapse_pause * 2).clamp(WHOLE_PASSES.into(), LONGEST_PAUSE);
+        self.no_collapse_before = pass.number + self.collapse_pause;
     }
 
     /// The contents of pages, as far as they can be read. Those with a hash are read only if it is

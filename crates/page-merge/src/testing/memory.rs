@@ -98,9 +98,6 @@ impl Inner {
             MergeTarget::Zero => Backing::Absent,
             MergeTarget::Slot(slot) => Backing::Merged(slot),
         };
-        if page.backing == Backing::Huge {
-            self.split(vm, pfn);
-        }
         if let Some(place) = self.vms[vm].pages.get_mut(&pfn) {
             *place = Page { backing, content: 0, written: false, ..*place };
         }
@@ -112,15 +109,12 @@ impl Inner {
         MergeOutcome::Done
     }
 
-    /// Undoes a replacement.
-    fn undo(&mut self, vm: usize, &(pfn, target): &(Pfn, MergeTarget)) {
-        let content = self.content(vm, pfn).unwrap_or(0);
+    /// Undoes a replacement of what was `before`.
+    fn undo(&mut self, vm: usize, (pfn, target): (Pfn, MergeTarget), before: Page) {
         if let MergeTarget::Slot(slot) = target {
             self.unmap(slot);
         }
-        if let Some(page) = self.vms[vm].pages.get_mut(&pfn) {
-            *page = Page { backing: Backing::Private, content, ..*page };
-        }
+        self.vms[vm].pages.insert(pfn, before);
     }
 }
 
@@ -193,7 +187,9 @@ impl Memory for SimMemory {
         }) {
             inner.may_fail(self.number)?;
             let begin = replaced.len();
+            let mut before = Vec::with_capacity(run.len());
             for item in run {
+                before.push(inner.vms[self.number].pages.get(&item.0).copied());
                 let outcome = inner.replace(self.number, item);
                 replaced.push(outcome);
             }
@@ -201,11 +197,22 @@ impl Memory for SimMemory {
                 .mappings
                 .is_some_and(|most| inner.mappings(self.number, Pfn(0)..Pfn(u64::MAX)) > most)
             {
-                for (item, outcome) in run.iter().zip(&mut replaced[begin..]) {
-                    if *outcome == MergeOutcome::Done && item.1 != MergeTarget::Zero {
-                        inner.undo(self.number, item);
+                for ((item, outcome), before) in run.iter().zip(&mut replaced[begin..]).zip(&before)
+                {
+                    if let (MergeOutcome::Done, MergeTarget::Slot(_), Some(before)) =
+                        (*outcome, item.1, before)
+                    {
+                        inner.undo(self.number, *item, *before);
                         *outcome = MergeOutcome::NoMappings;
                     }
+                }
+            }
+            for ((pfn, _), (outcome, before)) in run.iter().zip(replaced[begin..].iter().zip(before))
+            {
+                if *outcome == MergeOutcome::Done
+                    && before.is_some_and(|page| page.backing == Backing::Huge)
+                {
+                    inner.split(self.number, *pfn);
                 }
             }
         }
@@ -215,6 +222,7 @@ impl Memory for SimMemory {
     fn collapse(&mut self, block: PageRange) -> Result<bool, Failure> {
         let mut inner = self.world.lock();
         inner.may_fail(self.number)?;
+        inner.collapses += 1;
         let pages = &mut inner.vms[self.number].pages;
         let is_small = |page: &Page| {
             page.backing == Backing::Private

@@ -87,6 +87,8 @@ pub(super) struct Inner {
     pub(super) hashed: u64,
     /// Contents written to slots, in pages.
     pub(super) published: u64,
+    /// Attempts to make a huge page of small ones.
+    pub(super) collapses: u64,
     pub(super) no_room: bool,
 }
 
@@ -169,6 +171,11 @@ impl World {
     /// Number of contents that were published as stable pages.
     pub fn published_pages(&self) -> u64 {
         self.lock().published
+    }
+
+    /// Number of attempts to make a huge page of small ones.
+    pub fn collapse_attempts(&self) -> u64 {
+        self.lock().collapses
     }
 
     /// Sets whether there is memory for stable pages.

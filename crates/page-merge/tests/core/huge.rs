@@ -136,6 +136,42 @@ fn what_is_no_longer_merged_becomes_huge_again() {
     assert_eq!(host.merger.statistics().merged_pages, 2 * 512);
 }
 
+#[test]
+fn failed_attempts_to_make_a_huge_page_become_rare() {
+    let mut host = Host::new(eager());
+    let guest = host.guest(1024);
+    (0..1024).for_each(|pfn| guest.write(pfn, 1 + pfn));
+    guest.make_huge(512);
+    guest.pin(3, true);
+    host.passes(500);
+    assert!(!guest.is_huge(0));
+    // After 16, 32, 64, 128 and 256 passes.
+    assert_eq!(host.world.collapse_attempts(), 5);
+    guest.pin(3, false);
+    host.passes(100);
+    assert!(guest.is_huge(0));
+}
+
+#[test]
+fn where_mappings_are_scarce_scattered_duplicates_split_no_huge_page() {
+    let mut host = Host::new(eager());
+    let guest = host.guest(1536);
+    guest.limit_mappings(Some(0));
+    // The small pages have equal ones among themselves, and with every other one of the huge page.
+    (0..512).for_each(|pfn| guest.write(pfn, 1000 + pfn));
+    guest.make_huge(0);
+    (0..256).for_each(|pfn| guest.write(512 + pfn, 1000 + pfn * 2));
+    (0..256).for_each(|pfn| guest.write(768 + pfn, 1000 + pfn * 91 % 256 * 2));
+    host.passes(200);
+    host.check();
+    assert!(guest.is_huge(0));
+    assert_eq!(host.merger.statistics().huge_pages_split, 0);
+    guest.limit_mappings(None);
+    host.passes(200);
+    host.check();
+    assert!(!guest.is_huge(0));
+}
+
 /// Small pages stay small in a memory without huge pages.
 #[test]
 fn nothing_becomes_huge_where_nothing_was() {
