@@ -64,6 +64,10 @@ pub struct Args {
     /// [default: a quarter of the host's memory]
     #[arg(long, value_name = "SIZE", conflicts_with = "status")]
     quota: Option<ByteSize>,
+    /// Maximum number of bytes of the stable pages of all domains together [default: half of the
+    /// host's memory]
+    #[arg(long, value_name = "SIZE", conflicts_with = "status")]
+    total: Option<ByteSize>,
     /// Maximum number of sharers of one stable page; beyond it, duplicates are created
     #[arg(
         long,
@@ -96,10 +100,13 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         }
         None => bail!("--listen unix:PATH is missing"),
     };
-    let quota_bytes = args.quota.map_or_else(default_quota_bytes, ByteSize::bytes);
-    let limits = Limits { max_page_sharing: args.max_page_sharing, ..Limits::default() };
-    let config =
-        BrokerConfig { path, domains: args.domain, limits: limits.with_quota(quota_bytes) };
+    let memory_bytes = host_memory_bytes();
+    let quota_bytes = args.quota.map_or(memory_bytes / 4, ByteSize::bytes);
+    let total_bytes = args.total.map_or(memory_bytes / 2, ByteSize::bytes);
+    let limits = Limits { max_page_sharing: args.max_page_sharing, ..Limits::default() }
+        .with_quota(quota_bytes)
+        .with_total(total_bytes);
+    let config = BrokerConfig { path, domains: args.domain, limits };
     // Each client takes two descriptors.
     raise_descriptor_limit();
     let signals = ebb_vmm::vm::Signals::block().context("cannot wait for signals")?;
@@ -174,10 +181,9 @@ fn table(status: &BrokerStatus) -> String {
     text
 }
 
-/// A quarter of the host's memory.
-fn default_quota_bytes() -> u64 {
+fn host_memory_bytes() -> u64 {
     let info = rustix::system::sysinfo();
-    (info.totalram as u64).saturating_mul(info.mem_unit.into()) / 4
+    (info.totalram as u64).saturating_mul(info.mem_unit.into())
 }
 
 fn raise_descriptor_limit() {

@@ -40,5 +40,5 @@ pub use crate::resident::STABLE_FILE_NAME;
 pub use freeze::{MergeOutcome, MergeTarget};
 pub use merging::{MergeFiles, Merging, only_node};
 pub use session::{MergeError, MergeSession, PageLook};
-pub use stable::{Freed, StableError, StableMemory, StableSegments, StableSlot};
+pub use stable::{Freed, StableBound, StableError, StableMemory, StableSegments, StableSlot};
 pub use unavailable::MergeUnavailable;

@@ -24,10 +24,6 @@ pub trait Slots {
     /// Frees a slot that is not mapped. Returns the number of the segment if this was its last
     /// slot, and the segment was closed.
     fn free(&mut self, slot: StableSlot) -> Option<u32>;
-
-    /// Number of pages for which the segments may have memory, whether their slots are in use or
-    /// not.
-    fn capacity(&self) -> u64;
 }
 
 impl Slots for StableMemory {
@@ -56,9 +52,5 @@ impl Slots for StableMemory {
             Freed::Segment(number) => Some(number),
             Freed::Kept | Freed::Punched | Freed::Unknown => None,
         }
-    }
-
-    fn capacity(&self) -> u64 {
-        self.pages_in_use() + self.pages_kept()
     }
 }

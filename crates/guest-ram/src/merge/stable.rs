@@ -15,7 +15,7 @@ mod segments;
 
 use std::io;
 
-pub use memory::{Freed, StableMemory};
+pub use memory::{Freed, StableBound, StableMemory};
 pub(crate) use segments::Segment;
 pub use segments::StableSegments;
 
@@ -45,6 +45,10 @@ impl StableSlot {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StableError {
+    /// The bound is reached, and no slot is free.
+    #[error("all memory for stable pages is in use")]
+    Full,
+
     /// A memory file could not be created.
     #[error("cannot {action} a memory file for stable pages: {source}")]
     Create {
@@ -117,6 +121,7 @@ impl From<StableError> for io::Error {
             | StableError::BindNode { source, .. }
             | StableError::Map { source, .. }
             | StableError::Write { source, .. } => source.kind(),
+            StableError::Full => io::ErrorKind::StorageFull,
             StableError::Unfit { .. } | StableError::NoSlot { .. } => io::ErrorKind::InvalidInput,
         };
         Self::new(kind, error)

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::Arc;
 
+use ebb_guest_ram::merge::StableBound;
 use ebb_guest_ram::{StableMemory, StableSegments, StableSlot};
 
 use crate::hash::{PageHasher, Secret};
@@ -29,6 +30,8 @@ pub(super) struct Domains {
     nodes: Vec<u32>,
     /// The broker's own user.
     user: u32,
+    /// Bounds the memory files of all domains.
+    all_pages: Arc<StableBound>,
     by_name: BTreeMap<DomainName, Domain>,
 }
 
@@ -62,7 +65,8 @@ pub(super) enum Rest {
 impl Domains {
     /// Without rules, every domain is served, to the broker's own user.
     pub(super) fn new(rules: Vec<DomainRule>, limits: Limits, nodes: Vec<u32>, user: u32) -> Self {
-        Self { rules, limits, nodes, user, by_name: BTreeMap::new() }
+        let all_pages = Arc::new(StableBound::new(limits.all_pages));
+        Self { rules, limits, nodes, user, all_pages, by_name: BTreeMap::new() }
     }
 
     /// Admits a client, if its user may join the domain.
@@ -87,10 +91,21 @@ impl Domains {
             let theirs = domain.placement;
             return Err(Refusal::Placement { domain: name, theirs, wish: placement });
         }
+        // The clients of one domain keep those of no other one out.
+        let most = self.limits.clients / self.rules.len().max(1);
+        let clients = self.by_name.get(&name).map_or(0, |domain| domain.clients + domain.lost);
+        if clients >= most {
+            return Err(Refusal::DomainClients { domain: name, most });
+        }
         let domain = match self.by_name.entry(name.clone()) {
             std::collections::btree_map::Entry::Occupied(domain) => domain.into_mut(),
             std::collections::btree_map::Entry::Vacant(place) => {
-                place.insert(Domain::new(placement, self.limits).map_err(Refusal::Random)?)
+                // Each node needs a file of its own.
+                let least = self.nodes.len() as u64 * StableMemory::SEALED_SEGMENT_PAGES;
+                let own_pages = Arc::new(StableBound::new(self.limits.domain_pages.max(least)));
+                let bounds = vec![own_pages, Arc::clone(&self.all_pages)];
+                let domain = Domain::new(placement, self.limits, bounds);
+                place.insert(domain.map_err(Refusal::Random)?)
             }
         };
         let member = domain.ledger.join().ok_or(Refusal::Clients(self.limits.clients))?;
@@ -202,12 +217,16 @@ impl Domains {
 }
 
 impl Domain {
-    fn new(placement: Placement, limits: Limits) -> rustix::io::Result<Self> {
+    fn new(
+        placement: Placement,
+        limits: Limits,
+        bounds: Vec<Arc<StableBound>>,
+    ) -> rustix::io::Result<Self> {
         let mut secret = [0; 32];
         // getrandom(2) fills requests of up to 256 bytes completely.
         rustix::rand::getrandom(&mut secret, rustix::rand::GetRandomFlags::empty())?;
         let secret = Secret(secret);
-        let slots = StableMemory::sealed(StableSegments::new());
+        let slots = StableMemory::sealed(StableSegments::new(), bounds);
         let ledger = Ledger::new(slots, PageHasher::new(&secret), limits);
         Ok(Self { ledger, secret, placement, clients: 0, lost: 0 })
     }
@@ -243,7 +262,7 @@ impl Domain {
             placement: self.placement,
             clients: self.clients,
             segments: self.ledger.slots().segments().count(),
-            segment_pages: self.ledger.slots().capacity(),
+            segment_pages: self.ledger.slots().pages_in_use() + self.ledger.slots().pages_kept(),
             nodes: nodes.collect(),
         }
     }

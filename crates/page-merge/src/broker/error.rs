@@ -97,6 +97,8 @@ pub(super) enum Refusal {
     Node { node: u32, nodes: Vec<u32> },
     #[error("the limit of {0} clients is reached")]
     Clients(usize),
+    #[error("the limit of {most} clients of domain {domain} is reached")]
+    DomainClients { domain: DomainName, most: usize },
     #[error("its process has {0} connections, which is the limit")]
     Process(usize),
     #[error(

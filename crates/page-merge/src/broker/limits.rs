@@ -23,8 +23,11 @@ pub struct Limits {
     /// further ones get a duplicate of the page (Linux's max_page_sharing,
     /// Documentation/admin-guide/mm/ksm.rst).
     pub max_page_sharing: u32,
-    /// Stable pages per domain.
+    /// Stable pages per domain, and at the same time pages of its memory files, rounded up to 32
+    /// MiB; each node may have one file.
     pub domain_pages: u64,
+    /// Pages of the memory files of all domains.
+    pub all_pages: u64,
     /// Existing stable pages published by one client.
     pub published_pages: u64,
     /// Remembered hashes without a stable page per client and node; the oldest are dropped.
@@ -36,7 +39,8 @@ pub struct Limits {
     pub reservations: u32,
     /// Pending notifications per client; the oldest are dropped.
     pub notifications: usize,
-    /// Clients, including disconnected ones that still hold shares.
+    /// Clients, including disconnected ones that still hold shares. Domains with a rule have equal
+    /// parts of them.
     pub clients: usize,
     /// Clients per process.
     pub clients_of_process: usize,
@@ -51,6 +55,7 @@ impl Default for Limits {
         Self {
             max_page_sharing: 256,
             domain_pages: 1 << 20,
+            all_pages: 1 << 21,
             published_pages: 1 << 19,
             remembered_hashes: 1 << 22,
             domain_hashes: 1 << 23,
@@ -65,14 +70,20 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// The default with a quota of stable pages per domain, half of which one client may publish.
-    /// The number of remembered hashes is eight times that of the pages: they take less than an
+    /// The same with a quota of stable pages per domain, half of which one client may publish. The
+    /// number of remembered hashes is eight times that of the pages: they take less than an
     /// additional twentieth of the quota.
     #[must_use]
     pub fn with_quota(self, quota_bytes: u64) -> Self {
         let domain_pages = quota_bytes / ebb_abi::PAGE_SIZE_BYTES;
         let domain_hashes = domain_pages.saturating_mul(8);
         Self { domain_pages, published_pages: domain_pages.div_ceil(2), domain_hashes, ..self }
+    }
+
+    /// The same with a quota of the stable pages of all domains together.
+    #[must_use]
+    pub fn with_total(self, total_bytes: u64) -> Self {
+        Self { all_pages: total_bytes / ebb_abi::PAGE_SIZE_BYTES, ..self }
     }
 }
 

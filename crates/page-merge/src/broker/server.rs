@@ -346,9 +346,11 @@ impl Broker {
         let is_stranger =
             |connection: &Connection| matches!(connection.stage, Stage::Stranger | Stage::Greeting);
         let strangers = self.connections.iter().filter(|(_, connection)| is_stranger(connection));
-        let oldest = strangers.clone().map(|(&id, _)| id).min();
-        if strangers.count() >= self.limits.strangers
-            && let Some(oldest) = oldest.and_then(|oldest| self.connections.remove(&oldest))
+        let strangers: Vec<(u64, u32)> =
+            strangers.map(|(&id, connection)| (id, connection.peer.user)).collect();
+        if strangers.len() >= self.limits.strangers
+            && let Some(oldest) = oldest_of_crowd(&strangers)
+            && let Some(oldest) = self.connections.remove(&oldest)
         {
             self.note(&oldest.peer, &Refusal::Crowded);
         }
@@ -369,6 +371,14 @@ impl Broker {
     }
 }
 
+/// The oldest of these connections (number in ascending order, user) of the user that has the most:
+/// no user displaces connections of others.
+fn oldest_of_crowd(strangers: &[(u64, u32)]) -> Option<u64> {
+    let count = |user: u32| strangers.iter().filter(|(_, other)| *other == user).count();
+    let crowd = strangers.iter().map(|(_, user)| *user).max_by_key(|user| count(*user))?;
+    strangers.iter().find(|(_, user)| *user == crowd).map(|(id, _)| *id)
+}
+
 /// Reason for the end of a connection.
 enum End {
     Gone,
@@ -384,5 +394,17 @@ impl From<Gone> for End {
 impl From<Refusal> for End {
     fn from(refusal: Refusal) -> Self {
         Self::Refused(refusal)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_crowd_of_one_user_displaces_its_own_connections() {
+        assert_eq!(oldest_of_crowd(&[]), None);
+        assert_eq!(oldest_of_crowd(&[(3, 7), (5, 8), (6, 8), (9, 8)]), Some(5));
+        assert_eq!(oldest_of_crowd(&[(1, 9), (3, 7), (5, 7)]), Some(3));
     }
 }

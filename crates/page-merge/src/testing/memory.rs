@@ -207,7 +207,8 @@ impl Memory for SimMemory {
                     }
                 }
             }
-            for ((pfn, _), (outcome, before)) in run.iter().zip(replaced[begin..].iter().zip(before))
+            for ((pfn, _), (outcome, before)) in
+                run.iter().zip(replaced[begin..].iter().zip(before))
             {
                 if *outcome == MergeOutcome::Done
                     && before.is_some_and(|page| page.backing == Backing::Huge)

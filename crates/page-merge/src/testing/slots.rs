@@ -103,8 +103,4 @@ impl Slots for SimSlots {
         }
         None
     }
-
-    fn capacity(&self) -> u64 {
-        self.world.lock().slots.len() as u64
-    }
 }

@@ -187,6 +187,47 @@ fn the_number_of_clients_is_limited() {
 }
 
 #[test]
+fn the_clients_of_one_domain_keep_no_other_domain_out() {
+    let rules = ["web", "db"].map(|name| name.parse().unwrap()).to_vec();
+    let limits = Limits { clients: 5, ..Limits::default() };
+    let broker = Running::with_rules(limits, rules);
+    let _web: Vec<Member> = (0..2).map(|_| broker.member("web")).collect();
+    let mut more = Raw::connect(&broker.path());
+    more.send(&[PREAMBLE.to_vec(), raw::hello("web")].concat());
+    let reason = more.refusal();
+    assert!(reason.contains("2 clients of domain web"), "{reason}");
+    let _db: Vec<Member> = (0..2).map(|_| broker.member("db")).collect();
+}
+
+/// Pages that are kept because their neighbours are shared count against the quota: it bounds the
+/// memory, and is of use to the domain all the same.
+#[test]
+fn memory_that_is_kept_is_within_the_quota() {
+    const SEGMENT: u64 = 1 << 13;
+    let broker = Running::new(Limits {
+        domain_pages: 2 * SEGMENT,
+        published_pages: 2 * SEGMENT,
+        ..Limits::default()
+    });
+    let mut member = broker.member("web");
+    for round in 0..6 {
+        // All pages but every tenth are released again.
+        let numbers: Vec<u64> = (0..SEGMENT).map(|number| round * SEGMENT + number).collect();
+        let slots: Vec<_> = numbers.chunks(64).flat_map(|part| member.make(part)).collect();
+        for (place, slot) in slots.into_iter().enumerate() {
+            if place % 10 != 0 {
+                member.store.release(slot);
+            }
+        }
+        member.take_notifications();
+        let domain = broker.domain("web").unwrap();
+        assert!(domain.segment_pages <= 2 * SEGMENT, "{domain:?}");
+    }
+    // What is kept was reused: two files would be full after two rounds.
+    assert_eq!(broker.pages_of("web").stable_pages, 6 * SEGMENT.div_ceil(10));
+}
+
+#[test]
 fn one_client_cannot_exhaust_the_quota() {
     let broker =
         Running::new(Limits { domain_pages: 1000, published_pages: 500, ..Limits::default() });

@@ -7,6 +7,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use ebb_abi::PAGE_SIZE_BYTES;
 use rustix::fs::{
@@ -28,7 +29,7 @@ const OWN_PAGES: u32 = 1 << 18;
 const SEALED_PAGES: u32 = 1 << 13;
 
 /// Minimum size of the pieces in which a sealed segment's free slots are allocated; below it, a new
-/// segment is created.
+/// segment is created, if it may be.
 const MIN_PIECE_PAGES: u32 = 16;
 
 /// Users of the files.
@@ -54,10 +55,59 @@ pub enum Freed {
     Unknown,
 }
 
+/// A bound on the sealed segments of one [`StableMemory`], or of several together. All of their
+/// pages count: free ones keep their memory.
+#[derive(Debug)]
+pub struct StableBound {
+    most_segments: u64,
+    segments: AtomicU64,
+}
+
+impl StableBound {
+    /// At most this many pages, rounded up to whole segments of 32 MiB.
+    pub fn new(most_pages: u64) -> Self {
+        let most_segments = most_pages.div_ceil(SEALED_PAGES.into());
+        Self { most_segments, segments: AtomicU64::new(0) }
+    }
+
+    fn take(&self) -> bool {
+        // Relaxed: nothing but the number depends on it.
+        let next = |segments| (segments < self.most_segments).then_some(segments + 1);
+        self.segments.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()
+    }
+}
+
+/// A segment's part of several bounds; dropping it returns them.
+#[derive(Debug, Default)]
+struct Taken(Vec<Arc<StableBound>>);
+
+impl Taken {
+    /// Nothing is taken unless all bounds permit it.
+    fn of(bounds: &[Arc<StableBound>]) -> Option<Self> {
+        let mut taken = Self::default();
+        for bound in bounds {
+            if !bound.take() {
+                return None;
+            }
+            taken.0.push(Arc::clone(bound));
+        }
+        Some(taken)
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        for bound in &self.0 {
+            bound.segments.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
 /// The files of stable pages and the allocation of their slots.
 #[derive(Debug)]
 pub struct StableMemory {
     sharing: Sharing,
+    bounds: Vec<Arc<StableBound>>,
     shared_with: Arc<StableSegments>,
     segments: BTreeMap<u32, OwnedSegment>,
     next_segment: u32,
@@ -70,15 +120,19 @@ struct OwnedSegment {
     mapping: FileMapping,
     node: Option<u32>,
     slots: FreeSlots,
+    _taken: Taken,
 }
 
 impl StableMemory {
     /// Size of a file that the machines of this process share, in bytes.
     pub const OWN_SEGMENT_BYTES: u64 = OWN_PAGES as u64 * PAGE as u64;
 
+    /// Number of pages of a sealed file, all of which may keep memory.
+    pub const SEALED_SEGMENT_PAGES: u64 = SEALED_PAGES as u64;
+
     /// For the machines of this process. Each created segment is added to `segments`.
     pub fn own(segments: Arc<StableSegments>) -> Self {
-        Self::new(Sharing::Own, segments)
+        Self::new(Sharing::Own, Vec::new(), segments)
     }
 
     /// For other processes: a process that gets a segment's [`reader`](Self::reader) cannot change
@@ -86,21 +140,27 @@ impl StableMemory {
     /// even by the owner (Linux mm/shmem.c, `shmem_fallocate`, refuses holes under
     /// F_SEAL_FUTURE_WRITE): it waits for reuse.
     ///
-    /// Each created segment is added to `segments`, for the owner's own comparisons.
-    pub fn sealed(segments: Arc<StableSegments>) -> Self {
-        Self::new(Sharing::Sealed, segments)
+    /// Each created segment is added to `segments`, for the owner's own comparisons. At one of the
+    /// `bounds` none is created any more, and free slots are reused one by one.
+    pub fn sealed(segments: Arc<StableSegments>, bounds: Vec<Arc<StableBound>>) -> Self {
+        Self::new(Sharing::Sealed, bounds, segments)
     }
 
-    fn new(sharing: Sharing, shared_with: Arc<StableSegments>) -> Self {
-        Self { sharing, shared_with, segments: BTreeMap::new(), next_segment: 0, in_use: 0 }
+    fn new(
+        sharing: Sharing,
+        bounds: Vec<Arc<StableBound>>,
+        shared_with: Arc<StableSegments>,
+    ) -> Self {
+        Self { sharing, bounds, shared_with, segments: BTreeMap::new(), next_segment: 0, in_use: 0 }
     }
 
     /// Appends `pages` slots on `node`, neighbours as far as possible. They must be
     /// [written](Self::write) before they are announced.
     ///
     /// # Errors
-    /// [`StableError::Create`], [`StableError::BindNode`], [`StableError::Map`]: another segment is
-    /// needed and cannot be created. Then no slot was allocated.
+    /// [`StableError::Full`], [`StableError::Create`], [`StableError::BindNode`],
+    /// [`StableError::Map`]: another segment is needed and cannot be created. Then no slot was
+    /// allocated.
     pub fn allocate(
         &mut self,
         node: Option<u32>,
@@ -110,7 +170,11 @@ impl StableMemory {
         let before = slots.len();
         let mut left = pages;
         while left > 0 {
-            let taken = self.take(node, left).map_or_else(|| self.grow(node, left), Ok);
+            let mut taken =
+                self.take(node, left, MIN_PIECE_PAGES).map_or_else(|| self.grow(node, left), Ok);
+            if matches!(taken, Err(StableError::Full)) {
+                taken = self.take(node, left, 1).ok_or(StableError::Full);
+            }
             match taken {
                 Ok((first, count)) => {
                     slots.extend((0..count).map(|slot| first.offset(slot)));
@@ -128,8 +192,9 @@ impl StableMemory {
         Ok(())
     }
 
-    /// Allocates up to `pages` neighbours from the existing segments.
-    fn take(&mut self, node: Option<u32>, pages: u32) -> Option<(StableSlot, u32)> {
+    /// Allocates up to `pages` neighbours from the existing segments; if not all of them, at least
+    /// `fewest`.
+    fn take(&mut self, node: Option<u32>, pages: u32, fewest: u32) -> Option<(StableSlot, u32)> {
         let mut of_node = self.segments.iter_mut().filter(|(_, segment)| segment.node == node);
         let whole = of_node.find_map(|(&number, segment)| {
             let index = segment.slots.take(pages)?;
@@ -141,7 +206,7 @@ impl StableMemory {
         let longest = self.segments.iter_mut().filter(|(_, segment)| segment.node == node);
         let (&number, segment) = longest.max_by_key(|(_, segment)| segment.slots.longest())?;
         let count = segment.slots.longest();
-        (count >= MIN_PIECE_PAGES)
+        (count >= fewest)
             .then(|| segment.slots.take(count))
             .flatten()
             .map(|index| (StableSlot { segment: number, index }, count))
@@ -150,7 +215,8 @@ impl StableMemory {
     /// Creates another segment, and allocates up to `pages` slots from it.
     fn grow(&mut self, node: Option<u32>, pages: u32) -> Result<(StableSlot, u32), StableError> {
         let number = self.next_segment;
-        let mut segment = OwnedSegment::new(self.sharing, number, node)?;
+        let taken = Taken::of(&self.bounds).ok_or(StableError::Full)?;
+        let mut segment = OwnedSegment::new(self.sharing, number, node, taken)?;
         let count = pages.min(segment.slots.free());
         self.shared_with.add(number, segment.reader(self.sharing)?)?;
         // A segment without a slot in use has as many neighbours as slots.
@@ -255,7 +321,12 @@ impl Drop for StableMemory {
 }
 
 impl OwnedSegment {
-    fn new(sharing: Sharing, number: u32, node: Option<u32>) -> Result<Self, StableError> {
+    fn new(
+        sharing: Sharing,
+        number: u32,
+        node: Option<u32>,
+        taken: Taken,
+    ) -> Result<Self, StableError> {
         let create = |action| {
             move |error: rustix::io::Errno| StableError::Create { action, source: error.into() }
         };
@@ -281,7 +352,7 @@ impl OwnedSegment {
             bind_to_node(mapping.address, size_bytes, node)
                 .map_err(|source| StableError::BindNode { node, source })?;
         }
-        Ok(Self { file, mapping, node, slots: FreeSlots::new(pages) })
+        Ok(Self { file, mapping, node, slots: FreeSlots::new(pages), _taken: taken })
     }
 
     fn reader(&self, sharing: Sharing) -> Result<File, StableError> {

@@ -21,7 +21,8 @@ fn allocate(memory: &mut StableMemory, node: Option<u32>, pages: u32) -> Vec<Sta
 
 #[test]
 fn neighbours_are_allocated_together_and_read_back() {
-    for make in [StableMemory::own, StableMemory::sealed] {
+    let sealed = |segments| StableMemory::sealed(segments, Vec::new());
+    for make in [StableMemory::own as fn(_) -> _, sealed] {
         let segments = StableSegments::new();
         let mut memory = make(Arc::clone(&segments));
         let slots = allocate(&mut memory, None, 3);
@@ -59,7 +60,7 @@ fn a_freed_own_slot_frees_its_memory_and_the_last_one_closes_the_segment() {
 
 #[test]
 fn other_processes_cannot_change_a_sealed_segment() {
-    let mut memory = StableMemory::sealed(StableSegments::new());
+    let mut memory = StableMemory::sealed(StableSegments::new(), Vec::new());
     let slots = allocate(&mut memory, None, 1);
     memory.write(slots[0], &page(7)).unwrap();
     let (reader, pages) = memory.reader(slots[0].segment).unwrap();
@@ -90,7 +91,7 @@ fn reader_refuses_changes(reader: &File) -> bool {
 
 #[test]
 fn free_slots_of_a_sealed_segment_are_used_before_another_one_is_made() {
-    let mut memory = StableMemory::sealed(StableSegments::new());
+    let mut memory = StableMemory::sealed(StableSegments::new(), Vec::new());
     let first = allocate(&mut memory, None, 1 << 13);
     assert!(first.iter().all(|slot| slot.segment == first[0].segment));
     for slot in &first[100..200] {
@@ -100,6 +101,46 @@ fn free_slots_of_a_sealed_segment_are_used_before_another_one_is_made() {
     let second = allocate(&mut memory, None, 120);
     assert_eq!(&second[..100], &first[100..200]);
     assert!(second[100..].iter().all(|slot| slot.segment != first[0].segment));
+}
+
+#[test]
+fn at_a_bound_single_free_slots_are_reused_and_nothing_else() {
+    let all = Arc::new(StableBound::new(3 << 13));
+    let new = |most_pages| {
+        let own = Arc::new(StableBound::new(most_pages));
+        StableMemory::sealed(StableSegments::new(), vec![own, Arc::clone(&all)])
+    };
+    let full = |memory: &mut StableMemory, pages| {
+        let mut slots = Vec::new();
+        let error = memory.allocate(None, pages, &mut slots).unwrap_err();
+        assert!(matches!(error, StableError::Full) && slots.is_empty(), "{error}");
+    };
+    // Rounded up to two segments.
+    let mut first = new((1 << 13) + 1);
+    let slots = allocate(&mut first, None, 2 << 13);
+    full(&mut first, 1);
+    // Every tenth page is free: no pieces of 16.
+    let free: Vec<StableSlot> = slots.iter().copied().step_by(10).collect();
+    for slot in &free {
+        assert_eq!(first.free(*slot), Freed::Kept);
+    }
+    full(&mut first, free.len() as u32 + 1);
+    assert_eq!(first.pages_kept(), free.len() as u64, "a failure leaves nothing allocated");
+    let mut again = allocate(&mut first, None, free.len() as u32);
+    again.sort_unstable();
+    assert_eq!(again, free);
+    // One segment is left for all others together.
+    let (mut second, mut third) = (new(2 << 13), new(1 << 13));
+    let of_second = allocate(&mut second, None, 1 << 13);
+    full(&mut second, 1);
+    full(&mut third, 1);
+    for slot in of_second {
+        second.free(slot);
+    }
+    allocate(&mut third, None, 1);
+    full(&mut second, 1);
+    drop(first);
+    allocate(&mut second, None, 1 << 13);
 }
 
 #[test]

@@ -49,10 +49,6 @@ impl Slots for Numbers {
         content.take().expect("a slot is freed once");
         None
     }
-
-    fn capacity(&self) -> u64 {
-        0
-    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -9,9 +9,6 @@ use crate::stable::{Found, Number};
 
 use super::{Asker, Ledger, MemberId, NoRoom, PAGE, Publisher};
 
-/// A nearly unused segment of a node does not count against the quota.
-const SPARE_PAGES: u64 = 1 << 13;
-
 impl<T: Slots> Ledger<T> {
     /// Makes stable pages, or finds equal ones. Each page is indexed under its own hash, whatever
     /// hash the client claims: a client cannot make others compare pages that are not what they
@@ -94,14 +91,6 @@ impl<T: Slots> Ledger<T> {
         for &slot in &slots {
             self.publishers.insert(slot, publisher);
             self.note_reservation(member, node, slot);
-        }
-        // Free slots between used ones keep their memory.
-        let nodes = self.nodes.len() as u64;
-        if self.slots().capacity() > 2 * limit + nodes * SPARE_PAGES {
-            for slot in slots {
-                self.end_reservation(member, slot);
-            }
-            return Err(NoRoom::Domain(limit));
         }
         for &hash in hashes {
             self.notify(member, node, hash);

@@ -87,10 +87,6 @@ impl Slots for SimPages {
         let empty = of_segment.clone().all(|(_, content)| content.is_none());
         empty.then_some(slot.segment)
     }
-
-    fn capacity(&self) -> u64 {
-        self.in_use() as u64
-    }
 }
 
 impl<T: Slots> Ledger<T> {
