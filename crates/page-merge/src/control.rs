@@ -1,7 +1,10 @@
 //! Control of the merging thread by other threads.
 
 use std::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -48,6 +51,8 @@ pub struct Control {
     clients: Condvar,
     /// Held while settings are changed, so that there is one request at a time.
     changing: Mutex<()>,
+    /// The thread is to pause or to end: its step must not wait for other processes.
+    hurry: Arc<AtomicBool>,
 }
 
 /// The next action of the merging thread.
@@ -136,6 +141,7 @@ impl Control {
     pub fn pause(self: &Arc<Self>) -> Paused {
         let mut state = lock(&self.state);
         state.pauses += 1;
+        self.hurry.store(true, Ordering::Relaxed);
         self.worker.notify_all();
         while state.life == Life::Runs && !state.stands_still {
             state = self.clients.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -146,8 +152,14 @@ impl Control {
     /// Stops the thread after its current step. Pages stay merged.
     pub fn stop(&self) {
         lock(&self.state).stopping = true;
+        self.hurry.store(true, Ordering::Relaxed);
         self.worker.notify_all();
         self.clients.notify_all();
+    }
+
+    /// Set while the thread is to pause or to end.
+    pub(crate) fn hurry(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.hurry)
     }
 
     /// Sets the thread's state.
@@ -233,7 +245,10 @@ pub struct Paused(Arc<Control>);
 
 impl Drop for Paused {
     fn drop(&mut self) {
-        lock(&self.0.state).pauses -= 1;
+        let mut state = lock(&self.0.state);
+        state.pauses -= 1;
+        self.0.hurry.store(state.pauses > 0 || state.stopping, Ordering::Relaxed);
+        drop(state);
         self.0.worker.notify_all();
     }
 }

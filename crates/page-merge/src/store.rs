@@ -1,6 +1,8 @@
 //! Stable pages: content that several pages share. A store belongs to one trust domain.
 
 use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use ebb_guest_ram::StableSlot;
@@ -103,6 +105,12 @@ pub trait StableStore {
     /// shared with others).
     fn take_notifications(&mut self, notifications: &mut Vec<(Node, PageHash)>) {
         let _ = notifications;
+    }
+
+    /// While `hurry` is set, calls do not wait for another process: they fail with
+    /// [`StoreError::Late`].
+    fn hurry_while(&mut self, hurry: Arc<AtomicBool>) {
+        let _ = hurry;
     }
 
     /// Reason for the loss of the store, once it is lost. A lost store never comes back.

@@ -54,8 +54,9 @@ pub struct Worker<M, S> {
 
 impl<M: Memory, S: StableStore> Worker<M, S> {
     /// Makes a worker of `merger`, and its control for other threads.
-    pub fn new(merger: Merger<M, S>) -> (Self, Arc<Control>) {
+    pub fn new(mut merger: Merger<M, S>) -> (Self, Arc<Control>) {
         let control = Control::new(merger.settings().clone());
+        merger.store_mut().hurry_while(control.hurry());
         let worker =
             Self { merger, control: Arc::clone(&control), pass: None, effort: Effort::default() };
         worker.publish();

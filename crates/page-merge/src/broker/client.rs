@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use ebb_guest_ram::{StableSegments, StableSlot};
@@ -231,14 +232,18 @@ impl<U: SegmentUser> BrokerStore<U> {
         let Some(link) = &mut self.link else {
             return Err(StoreError::Gone(self.why_gone.clone()));
         };
+        let limit = link.limit();
         link.stop_waiting();
         let mut result = link.flush();
         if result.is_ok() && self.unanswered {
             result = self.answer().map(|answer| self.give_back(answer));
         }
         self.judge(result)?;
-        self.late_since = None;
-        tracing::info!("the merge broker responds again");
+        // A wait that was cut short is not worth a line.
+        let since = self.late_since.take();
+        if since.is_some_and(|since| since.elapsed() >= limit) {
+            tracing::info!("the merge broker responds again");
+        }
         Ok(())
     }
 
@@ -369,6 +374,12 @@ impl<U: SegmentUser> BrokerStore<U> {
 }
 
 impl<U: SegmentUser> StableStore for BrokerStore<U> {
+    fn hurry_while(&mut self, hurry: Arc<AtomicBool>) {
+        if let Some(link) = &mut self.link {
+            link.hurry_while(hurry);
+        }
+    }
+
     fn query(
         &mut self,
         node: Node,

@@ -4,6 +4,8 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
@@ -17,6 +19,9 @@ use super::socket::{self, receive, send, wait};
 /// Maximum number of bytes read at a time.
 const PIECE_BYTES: usize = 64 << 10;
 
+/// Maximum time until a wait notices that it is to end.
+const HURRY_WITHIN: Duration = Duration::from_millis(5);
+
 /// A connection. Unsent data and unanswered requests are kept for later calls.
 #[derive(Debug)]
 pub(super) struct Link {
@@ -24,6 +29,8 @@ pub(super) struct Link {
     limit: Duration,
     /// Deadline of the current exchange.
     deadline: Instant,
+    /// Waits end at once while it is set.
+    hurry: Arc<AtomicBool>,
     outgoing: Vec<u8>,
     /// Number of sent bytes of `outgoing`.
     gone: usize,
@@ -41,11 +48,22 @@ impl Link {
             socket,
             limit,
             deadline: Instant::now() + limit,
+            hurry: Arc::default(),
             outgoing: Vec::new(),
             gone: 0,
             incoming: Vec::new(),
             descriptors: VecDeque::new(),
         }
+    }
+
+    /// Maximum time of an exchange.
+    pub(super) fn limit(&self) -> Duration {
+        self.limit
+    }
+
+    /// Makes calls return without waiting while `hurry` is set.
+    pub(super) fn hurry_while(&mut self, hurry: Arc<AtomicBool>) {
+        self.hurry = hurry;
     }
 
     /// Makes all further calls return without waiting.
@@ -120,10 +138,13 @@ impl Link {
     }
 
     fn wait(&self, for_what: PollFlags) -> Result<(), BrokerError> {
-        if Instant::now() >= self.deadline {
+        let now = Instant::now();
+        if now >= self.deadline || self.hurry.load(Ordering::Relaxed) {
             return Err(BrokerError::Late(self.limit));
         }
-        wait(&mut [PollFd::new(&self.socket, for_what)], Some(self.deadline))
+        // The caller tries again, and waits again.
+        let until = self.deadline.min(now + HURRY_WITHIN);
+        wait(&mut [PollFd::new(&self.socket, for_what)], Some(until))
             .map_err(|source| BrokerError::System { what: "wait for the broker", source })
     }
 

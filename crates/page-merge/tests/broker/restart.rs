@@ -1,6 +1,8 @@
 //! Brokers that are killed.
 
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ebb_page_merge::broker::{BrokerError, BrokerStore, MemberConfig, Placement, ask_status};
@@ -128,6 +130,34 @@ fn a_late_broker_is_used_again_and_its_late_answers_are_returned() {
             (node.stable_pages, node.sharers, node.reservations) == (1, 1, 0)
         });
     }
+}
+
+/// The thread that merges is to pause, while it waits for a broker.
+#[test]
+fn a_wait_for_the_broker_is_cut_short() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("broker");
+    let mut broker = Process::start("broker", &path);
+    broker.wait_for("listening");
+    let mut member = impatient(&path, LONG);
+    let hurry = Arc::new(AtomicBool::new(false));
+    member.store.hurry_while(Arc::clone(&hurry));
+    let hash = member.hash(7);
+    broker.stop();
+    let begin = Instant::now();
+    let error = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(50));
+            hurry.store(true, Ordering::Relaxed);
+        });
+        member.store.query(Node::ANY, &[hash], &mut Vec::new()).unwrap_err()
+    });
+    assert!(matches!(error, StoreError::Late(_)), "{error}");
+    assert!(begin.elapsed() < LONG / 2);
+    // The broker is used as before afterwards.
+    hurry.store(false, Ordering::Relaxed);
+    broker.resume();
+    wait_until("an answer", || member.store.query(Node::ANY, &[hash], &mut Vec::new()).is_ok());
 }
 
 #[test]
