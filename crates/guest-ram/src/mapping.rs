@@ -21,6 +21,7 @@ const HUGE: usize = HUGE_PAGE_SIZE_BYTES as usize;
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
 /// Allocate from the given nodes only (include/uapi/linux/mempolicy.h).
+const MPOL_PREFERRED: libc::c_int = 1;
 const MPOL_BIND: libc::c_int = 2;
 
 /// Bits in a word of the kernel's node mask.
@@ -284,6 +285,16 @@ impl Drop for Reservation {
 /// Binds the pages of `[address, address + size_bytes)` that will be allocated from now on to
 /// `node` (mbind(2)).
 pub(crate) fn bind_to_node(address: usize, size_bytes: usize, node: u32) -> io::Result<()> {
+    set_policy(address, size_bytes, MPOL_BIND, node)
+}
+
+/// The same, but other nodes have the pages if `node` has no memory left.
+#[cfg(feature = "merge")]
+pub(crate) fn prefer_node(address: usize, size_bytes: usize, node: u32) -> io::Result<()> {
+    set_policy(address, size_bytes, MPOL_PREFERRED, node)
+}
+
+fn set_policy(address: usize, size_bytes: usize, policy: libc::c_int, node: u32) -> io::Result<()> {
     if node > MAX_NODE {
         return Err(io::Error::from(io::ErrorKind::InvalidInput));
     }
@@ -295,7 +306,7 @@ pub(crate) fn bind_to_node(address: usize, size_bytes: usize, node: u32) -> io::
     // memory, and reads `mask_bits - 1` bits from `mask`, which lives until the call returns and is
     // that long.
     let result = unsafe {
-        libc::syscall(libc::SYS_mbind, address, size_bytes, MPOL_BIND, mask.as_ptr(), mask_bits, 0)
+        libc::syscall(libc::SYS_mbind, address, size_bytes, policy, mask.as_ptr(), mask_bits, 0)
     };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

@@ -15,7 +15,7 @@ use crate::{
     blocks::{PageNumber, block_of},
     domain::{Domain, Pass, Planned, StoreHealth},
     hash::PageHash,
-    memory::Memory,
+    memory::{Memory, Node},
     record::{NodeNumber, Record, State},
     replace::pages_in_short_runs,
     store::{Answer, StableStore},
@@ -320,11 +320,15 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     fn publish(&mut self, mut list: Vec<Publish>, pass: &Pass<'_>) -> bool {
         self.confirm_nodes(&mut list, pass);
         self.drop_short_runs(&mut list);
+        let places = self.places(&list, pass);
+        let list: Vec<(Node, Publish)> = places.into_iter().zip(list).collect();
         let mut published = true;
-        for part in
-            list.chunk_by(|a, b| a.node == b.node).flat_map(|same| same.chunks(PUBLISHED_AT_ONCE))
+        for part in list
+            .chunk_by(|a, b| (a.0, a.1.node) == (b.0, b.1.node))
+            .flat_map(|same| same.chunks(PUBLISHED_AT_ONCE))
         {
-            published = published && self.publish_part(part, pass);
+            let (place, part): (Vec<Node>, Vec<Publish>) = part.iter().copied().unzip();
+            published = published && self.publish_part(place[0], &part, pass);
             if !published {
                 for item in part.iter().filter(|item| item.page == item.by) {
                     self.refuse(&Candidate { page: item.page, hash: item.hash, node: item.node });
@@ -334,9 +338,24 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         published
     }
 
-    /// Publishes the content of a few pages of one node.
-    fn publish_part(&mut self, part: &[Publish], pass: &Pass<'_>) -> bool {
-        let Some(&Publish { node, .. }) = part.first() else { return true };
+    /// The node on which each content is to be published: that of the page that has it, which is
+    /// its first user.
+    fn places(&mut self, list: &[Publish], pass: &Pass<'_>) -> Vec<Node> {
+        if self.memory.is_on_one_node() && !pass.are_apart() {
+            return vec![Node::ANY; list.len()];
+        }
+        let numbers = if pass.are_apart() {
+            list.iter().map(|item| Some(item.node)).collect()
+        } else {
+            let pages: Vec<PageNumber> = list.iter().map(|item| item.page).collect();
+            self.nodes_in_any_order(&pages)
+        };
+        let node = |number: NodeNumber| self.nodes.get(usize::from(number.0)).copied();
+        numbers.into_iter().map(|number| number.and_then(node).unwrap_or(Node::ANY)).collect()
+    }
+
+    /// Publishes the content of a few pages on a node.
+    fn publish_part(&mut self, node: Node, part: &[Publish], pass: &Pass<'_>) -> bool {
         // Reused from call to call: fresh memory of this size costs a fault for each page.
         let mut contents = std::mem::take(&mut self.contents);
         contents.resize(PUBLISHED_AT_ONCE * PAGE, 0);
@@ -358,10 +377,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         let mut slots = Vec::with_capacity(hashes.len());
         let outcome = match hashes.len() {
             0 => Ok(()),
-            pages => {
-                let node = self.nodes[usize::from(node.0)];
-                self.store.publish(node, &hashes, &contents[..pages * PAGE], &mut slots)
-            }
+            pages => self.store.publish(node, &hashes, &contents[..pages * PAGE], &mut slots),
         };
         self.contents = contents;
         match outcome {
@@ -388,17 +404,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         if !pass.are_apart() {
             return;
         }
-        // In ascending order, as the memory requires; the order of the list stays.
-        let mut order: Vec<(Pfn, usize)> = (0..list.len())
-            .filter_map(|place| Some((self.blocks.pfn(list[place].page)?, place)))
-            .collect();
-        order.sort_unstable();
-        let pages: Vec<Pfn> = order.iter().map(|(pfn, _)| *pfn).collect();
-        let mut confirmed = vec![None; list.len()];
-        for ((_, place), node) in order.into_iter().zip(self.nodes_now(&pages)) {
-            confirmed[place] = node;
-        }
-        let mut confirmed = confirmed.into_iter();
+        let pages: Vec<PageNumber> = list.iter().map(|item| item.page).collect();
+        let mut confirmed = self.nodes_in_any_order(&pages).into_iter();
         list.retain(|item| {
             let now = confirmed.next().flatten();
             if now == Some(item.node) {
@@ -410,6 +417,21 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             }
             false
         });
+    }
+
+    /// The present node of each page.
+    fn nodes_in_any_order(&mut self, pages: &[PageNumber]) -> Vec<Option<NodeNumber>> {
+        // The memory requires an ascending order.
+        let mut order: Vec<(Pfn, usize)> = (0..pages.len())
+            .filter_map(|place| Some((self.blocks.pfn(pages[place])?, place)))
+            .collect();
+        order.sort_unstable();
+        let ascending: Vec<Pfn> = order.iter().map(|(pfn, _)| *pfn).collect();
+        let mut nodes = vec![None; pages.len()];
+        for ((_, place), node) in order.into_iter().zip(self.nodes_now(&ascending)) {
+            nodes[place] = node;
+        }
+        nodes
     }
 
     /// Where mappings are scarce, drops short runs, on the side of the partners or of the pages

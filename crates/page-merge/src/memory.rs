@@ -14,8 +14,8 @@ pub const BLOCK_PAGES: u64 = 512;
 pub struct Node(pub u32);
 
 impl Node {
-    /// No particular node: where pages of all nodes are merged, stable pages are looked up and made
-    /// under this one.
+    /// No particular node: where pages of all nodes are merged, stable pages are looked up under
+    /// this one.
     pub const ANY: Self = Self(u32::MAX);
 }
 
@@ -50,6 +50,11 @@ pub trait Memory {
         hasher: &PageHasher,
         contents: &mut Vec<Option<Content>>,
     ) -> Result<(), Self::Error>;
+
+    /// Whether all memory of the host is on one node.
+    fn is_on_one_node(&self) -> bool {
+        false
+    }
 
     /// Appends the number of each page's node; `None` if it has none (absent, swapped out).
     fn nodes(&mut self, pages: &[Pfn], nodes: &mut Vec<Option<u32>>) -> Result<(), Self::Error>;
@@ -113,6 +118,10 @@ impl Memory for MergeSession {
     ) -> Result<(), MergeError> {
         self.read_each(pages, |page| contents.push(page.map(|page| hasher.content(page))));
         Ok(())
+    }
+
+    fn is_on_one_node(&self) -> bool {
+        Self::is_on_one_node(self)
     }
 
     fn nodes(&mut self, pages: &[Pfn], nodes: &mut Vec<Option<u32>>) -> Result<(), MergeError> {

@@ -61,6 +61,7 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
     ) -> Result<Self, MergerError> {
         settings.check()?;
         store.limit_sharing(settings.max_page_sharing);
+        store.merge_across_nodes(settings.merge_across_nodes);
         Ok(Self {
             domain: Domain::new(memory, store, &secret).ok_or(MergerError::TooLarge)?,
             unmerging: (settings.run == Run::Unmerge).then_some(0),
@@ -100,6 +101,7 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
             }
             self.domain.forget_all();
             self.domain.store.limit_sharing(settings.max_page_sharing);
+            self.domain.store.merge_across_nodes(settings.merge_across_nodes);
             self.cursor = None;
         }
         if settings.run == Run::Unmerge && self.settings.run != Run::Unmerge {

@@ -10,7 +10,7 @@ use ebb_guest_ram::StableSlot;
 use crate::{
     hash::PageHash,
     memory::Node,
-    settings::MAX_PAGE_SHARING,
+    settings::{MAX_PAGE_SHARING, Nodes},
     slots::Slots,
     store::{Answer, StableStore, StoreCounts, StoreError},
     table::Table,
@@ -32,6 +32,7 @@ use entries::{Entries, Entry};
 #[cfg_attr(test, derive(Clone))]
 pub struct StablePages<T> {
     slots: T,
+    nodes: Nodes,
     max_page_sharing: u16,
     indexes: Vec<Index>,
     entries: Entries,
@@ -65,7 +66,7 @@ pub(crate) type Number = u32;
 /// Result of dropping references to a stable page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Dropped {
-    /// The node for which it was made.
+    /// The node under which it is looked up.
     pub(crate) node: Node,
     /// Whether references are left.
     pub(crate) left: Left,
@@ -86,7 +87,13 @@ pub(crate) enum Left {
 impl<T: Slots> StablePages<T> {
     /// Creates an empty set of stable pages in `slots`.
     pub fn new(slots: T) -> Self {
-        Self { slots, max_page_sharing: 256, indexes: Vec::new(), entries: Entries::default() }
+        Self {
+            slots,
+            nodes: Nodes::Apart,
+            max_page_sharing: 256,
+            indexes: Vec::new(),
+            entries: Entries::default(),
+        }
     }
 
     /// The slots.
@@ -104,7 +111,7 @@ impl<T: Slots> StablePages<T> {
         self.entries.len()
     }
 
-    /// The node for which a stable page was made.
+    /// The node under which a stable page is looked up.
     pub(crate) fn node(&self, slot: StableSlot) -> Option<Node> {
         Some(self.entries.node(self.entries.number(slot)?))
     }
@@ -156,8 +163,16 @@ impl<T: Slots> StablePages<T> {
         Some(Dropped { node, left: Left::None { closed: self.slots.free(slot) } })
     }
 
-    /// Makes stable pages with one reference each out of `contents`, one for each of `hashes`, and
-    /// appends their slots; none after an error.
+    /// The node under which contents are looked up that are published on `node`.
+    pub(crate) fn index_of(&self, node: Node) -> Node {
+        match self.nodes {
+            Nodes::Across => Node::ANY,
+            Nodes::Apart => node,
+        }
+    }
+
+    /// Makes stable pages on `node` with one reference each out of `contents`, one for each of
+    /// `hashes`, and appends their slots; none after an error.
     pub(crate) fn make(
         &mut self,
         node: Node,
@@ -179,6 +194,7 @@ impl<T: Slots> StablePages<T> {
             }
             rest = behind;
         }
+        let node = self.index_of(node);
         let index = self.index(node);
         for (&slot, &hash) in new.iter().zip(hashes) {
             let number = self.entries.add(slot, node, Entry::new(hash, 1));
@@ -286,6 +302,10 @@ impl<T: Slots> StableStore for StablePages<T> {
             self.take_out(number);
             self.entries.set(number, self.entries.get(number).retired());
         }
+    }
+
+    fn merge_across_nodes(&mut self, nodes: Nodes) {
+        self.nodes = nodes;
     }
 
     fn limit_sharing(&mut self, max_page_sharing: u32) {

@@ -9,6 +9,7 @@ use ebb_guest_ram::StableSlot;
 
 use crate::hash::PageHash;
 use crate::memory::Node;
+use crate::settings::Nodes;
 
 /// A store's answer for a content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,6 +69,8 @@ pub trait StableStore {
     /// Makes stable pages out of `contents` (4096 bytes for each hash), in neighbouring slots where
     /// there is room. Each slot is reserved for one sharer, as with [`query`](Self::query). After
     /// an error nothing is published.
+    ///
+    /// `node` is that of the memory, if possible, also where pages of all nodes are merged.
     fn publish(
         &mut self,
         node: Node,
@@ -88,6 +91,12 @@ pub trait StableStore {
     /// Admits no more sharers of this slot: its page is on the wrong node. Its shares stay valid.
     fn retire(&mut self, slot: StableSlot) {
         let _ = slot;
+    }
+
+    /// Sets whether contents are looked up for all nodes at once, as [`Node::ANY`]. Nothing is
+    /// shared at the moment. (A store that is shared with others has its own rule.)
+    fn merge_across_nodes(&mut self, nodes: Nodes) {
+        let _ = nodes;
     }
 
     /// Sets the maximum number of pages that share one stable page from now on. Nothing is shared

@@ -41,6 +41,11 @@ impl MergeSession {
         self.ask_nodes(pages, nodes)
     }
 
+    /// Whether the host has only one node with memory.
+    pub fn is_on_one_node(&self) -> bool {
+        self.merging().only_node.is_some()
+    }
+
     /// As [`nodes`](Self::nodes), with any number of nodes.
     fn ask_nodes(&self, pages: &[Pfn], nodes: &mut Vec<Option<u32>>) -> Result<(), MergeError> {
         let failed = |source| {

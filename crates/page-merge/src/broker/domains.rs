@@ -10,6 +10,7 @@ use ebb_guest_ram::{StableMemory, StableSegments, StableSlot};
 
 use crate::hash::{PageHasher, Secret};
 use crate::memory::Node;
+use crate::settings::Nodes;
 use crate::slots::Slots;
 use crate::store::Answer;
 
@@ -154,7 +155,9 @@ impl Domains {
                 Reply::Answers(answers)
             }
             Request::Publish { node, contents } => {
-                known_node(node)?;
+                if !self.nodes.contains(&node.0) {
+                    known_node(node)?;
+                }
                 let mut slots = Vec::new();
                 match domain.ledger.publish(member, node, contents, &mut slots) {
                     Ok(()) => {
@@ -227,7 +230,11 @@ impl Domain {
         rustix::rand::getrandom(&mut secret, rustix::rand::GetRandomFlags::empty())?;
         let secret = Secret(secret);
         let slots = StableMemory::sealed(StableSegments::new(), bounds);
-        let ledger = Ledger::new(slots, PageHasher::new(&secret), limits);
+        let nodes = match placement {
+            Placement::Across => Nodes::Across,
+            Placement::Apart => Nodes::Apart,
+        };
+        let ledger = Ledger::new(slots, nodes, PageHasher::new(&secret), limits);
         Ok(Self { ledger, secret, placement, clients: 0, lost: 0 })
     }
 

@@ -74,7 +74,7 @@ impl Role {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Placement {
-    /// Pages of different nodes are merged; stable pages may be on any node.
+    /// Pages of different nodes are merged; a stable page is on the node of its first user.
     Across,
     /// They are not; a node's stable pages are on that node.
     Apart,

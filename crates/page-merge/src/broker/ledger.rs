@@ -13,6 +13,7 @@ use ebb_guest_ram::StableSlot;
 
 use crate::hash::{PageHash, PageHasher};
 use crate::memory::Node;
+use crate::settings::Nodes;
 use crate::slots::Slots;
 use crate::stable::{Dropped, Found, Left, StablePages};
 use crate::store::{Answer, StableStore};
@@ -119,8 +120,9 @@ impl Hold {
 }
 
 impl<T: Slots> Ledger<T> {
-    pub(super) fn new(slots: T, hasher: PageHasher, limits: Limits) -> Self {
+    pub(super) fn new(slots: T, nodes: Nodes, hasher: PageHasher, limits: Limits) -> Self {
         let mut stable = StablePages::new(slots);
+        stable.merge_across_nodes(nodes);
         stable.limit_sharing(limits.max_page_sharing);
         Self {
             stable,

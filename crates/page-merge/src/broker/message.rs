@@ -53,8 +53,15 @@ pub(super) enum Change {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Request<'a> {
     Hello(Hello),
-    Query { node: Node, hashes: Vec<PageHash> },
-    Publish { node: Node, contents: &'a [u8] },
+    Query {
+        node: Node,
+        hashes: Vec<PageHash>,
+    },
+    /// The node is that of the memory.
+    Publish {
+        node: Node,
+        contents: &'a [u8],
+    },
     Updates(Vec<(Change, StableSlot)>),
     Notifications,
 }

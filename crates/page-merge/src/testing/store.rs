@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use ebb_guest_ram::StableSlot;
 
-use crate::{Answer, Node, PageHash, StableStore, StoreCounts, StoreError};
+use crate::{Answer, Node, Nodes, PageHash, StableStore, StoreCounts, StoreError};
 
 /// Passes all calls on to another store, or fails as if that were gone.
 #[derive(Debug)]
@@ -99,6 +99,10 @@ impl<S: StableStore> StableStore for UnreliableStore<S> {
 
     fn retire(&mut self, slot: StableSlot) {
         self.store.retire(slot);
+    }
+
+    fn merge_across_nodes(&mut self, nodes: Nodes) {
+        self.store.merge_across_nodes(nodes);
     }
 
     fn limit_sharing(&mut self, max_page_sharing: u32) {

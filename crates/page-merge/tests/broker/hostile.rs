@@ -49,7 +49,7 @@ fn garbage_is_refused_with_a_reason() {
         ([joined.clone(), raw::frame(3, &[0; 4 + PAGE - 1])].concat(), "part of a page"),
         ([joined.clone(), raw::frame(2, &[0xff; 12])].concat(), "48 bits"),
         ([joined.clone(), raw::query(7, &[hash])].concat(), "node 7"),
-        ([joined.clone(), raw::publish(0, &page(1))].concat(), "node 0"),
+        ([joined.clone(), raw::publish(999, &page(1))].concat(), "node 999"),
     ];
     let count = cases.len() as u64;
     for (bytes, reason) in cases {

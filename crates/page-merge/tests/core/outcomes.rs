@@ -129,6 +129,22 @@ fn little_is_published_in_vain() {
     assert_eq!(guest.mappings(), 0);
 }
 
+/// Pages of all nodes share, and what they share is where the first of them was.
+#[test]
+fn across_nodes_a_stable_page_is_on_the_node_of_its_first_user() {
+    let mut host = Host::new(eager());
+    let (one, other) = (host.guest(64), host.guest(64));
+    for pfn in 0..64 {
+        one.write(pfn, 1 + pfn);
+        one.move_to(pfn, Node(1));
+        other.write(pfn, 1 + pfn);
+    }
+    let statistics = host.settle();
+    assert_eq!(host.counts(), (64, 64, 0, 0));
+    assert!(host.world.slot_nodes().values().all(|node| *node == Node(1)));
+    assert_eq!(statistics.remote_merged_pages, 64);
+}
+
 /// Pages that are equal in two domains of a host are merged within each of them only.
 #[test]
 fn domains_never_share() {

@@ -17,7 +17,7 @@ use rustix::fs::{
 use super::free_slots::FreeSlots;
 use super::segments::{Access, FileMapping};
 use super::{StableError, StableSegments, StableSlot};
-use crate::mapping::bind_to_node;
+use crate::mapping::prefer_node;
 use crate::resident::STABLE_FILE_NAME;
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
@@ -348,8 +348,9 @@ impl OwnedSegment {
         fcntl_add_seals(&file, seals).map_err(create("seal"))?;
         if let Some(node) = node {
             // The policy of a shared mapping is the file's: it also holds for pages that are
-            // allocated by write(2).
-            bind_to_node(mapping.address, size_bytes, node)
+            // allocated by write(2). Where only one node could have them, the kernel would end
+            // processes when it is full.
+            prefer_node(mapping.address, size_bytes, node)
                 .map_err(|source| StableError::BindNode { node, source })?;
         }
         Ok(Self { file, mapping, node, slots: FreeSlots::new(pages), _taken: taken })

@@ -115,7 +115,7 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        let mut ledger = Ledger::new(Numbers::default(), hasher(), Limits::default());
+        let mut ledger = Ledger::new(Numbers::default(), Nodes::Apart, hasher(), Limits::default());
         let clients = [(), ()].map(|()| Client {
             member: ledger.join(),
             lives: true,

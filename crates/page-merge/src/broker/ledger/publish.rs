@@ -10,16 +10,17 @@ use crate::stable::{Found, Number};
 use super::{Asker, Ledger, MemberId, NoRoom, PAGE, Publisher};
 
 impl<T: Slots> Ledger<T> {
-    /// Makes stable pages, or finds equal ones. Each page is indexed under its own hash, whatever
+    /// Makes stable pages on `place`, or finds equal ones. Each page is indexed under its own hash, whatever
     /// hash the client claims: a client cannot make others compare pages that are not what they
     /// query.
     pub(in crate::broker) fn publish(
         &mut self,
         member: MemberId,
-        node: Node,
+        place: Node,
         contents: &[u8],
         slots: &mut Vec<StableSlot>,
     ) -> Result<(), NoRoom> {
+        let node = self.stable.index_of(place);
         let pages: Vec<&[u8]> = contents.chunks_exact(PAGE).collect();
         if !self.may_reserve(member, pages.len() as u32) {
             return Err(NoRoom::Reservations(self.limits.reservations));
@@ -38,7 +39,7 @@ impl<T: Slots> Ledger<T> {
             }
             found.push(slot);
         }
-        let fresh = match self.make(member, node, &missing, &missing_contents) {
+        let fresh = match self.make(member, place, &missing, &missing_contents) {
             Ok(fresh) => fresh,
             Err(error) => {
                 for slot in found.into_iter().flatten() {
@@ -65,10 +66,11 @@ impl<T: Slots> Ledger<T> {
     fn make(
         &mut self,
         member: MemberId,
-        node: Node,
+        place: Node,
         hashes: &[PageHash],
         contents: &[u8],
     ) -> Result<Vec<StableSlot>, NoRoom> {
+        let node = self.stable.index_of(place);
         let mut slots = Vec::with_capacity(hashes.len());
         if hashes.is_empty() {
             return Ok(slots);
@@ -83,7 +85,7 @@ impl<T: Slots> Ledger<T> {
         }
         let publisher = Publisher { member, joined: state.joined };
         let keys: Vec<PageHash> = hashes.iter().map(|&hash| self.key(hash)).collect();
-        self.stable.make(node, &keys, contents, &mut slots)?;
+        self.stable.make(place, &keys, contents, &mut slots)?;
         if let Some(state) = self.members.get_mut(&member) {
             state.published += hashes.len() as u64;
         }

@@ -5,7 +5,7 @@ const NODE: Node = Node(0);
 
 fn ledger(limits: Limits) -> (Ledger<SimPages>, SimPages) {
     let pages = SimPages::new(4);
-    (Ledger::new(pages.clone(), hasher(), limits), pages)
+    (Ledger::new(pages.clone(), Nodes::Apart, hasher(), limits), pages)
 }
 
 fn query(ledger: &mut Ledger<SimPages>, member: MemberId, number: u8) -> Answer {
@@ -284,6 +284,21 @@ fn closed_segments_are_announced_to_clients_that_know_them() {
     assert_eq!(ledger.take_closed(a, 10), [slot.segment]);
     assert!(ledger.take_closed(a, 10).is_empty());
     assert!(ledger.take_closed(b, 10).is_empty());
+}
+
+#[test]
+fn across_nodes_contents_are_found_wherever_they_are() {
+    let (apart, pages) = ledger(Limits::default());
+    drop(apart);
+    let mut ledger = Ledger::new(pages, Nodes::Across, hasher(), Limits::default());
+    let (a, b) = (ledger.join().unwrap(), ledger.join().unwrap());
+    let (mut first, mut second, mut answers) = (Vec::new(), Vec::new(), Vec::new());
+    ledger.publish(a, Node(1), &page(1), &mut first).unwrap();
+    assert_eq!(first[0].segment, 1000);
+    ledger.query(b, Node::ANY, &[hash(1)], &mut answers);
+    assert_eq!(answers, [Answer::Stable(first[0])]);
+    ledger.publish(b, Node(0), &page(1), &mut second).unwrap();
+    assert_eq!(second, first);
 }
 
 #[test]
