@@ -245,6 +245,7 @@ impl Memory for SimMemory {
 
     fn unmerge(&mut self, range: PageRange, released: &mut Vec<StableSlot>) -> Result<(), Failure> {
         let mut inner = self.world.lock();
+        inner.unmerges += 1;
         let pages: Vec<(Pfn, Page)> = inner.vms[self.number]
             .pages
             .range(range.start..range.end())

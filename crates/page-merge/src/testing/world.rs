@@ -89,6 +89,8 @@ pub(super) struct Inner {
     pub(super) published: u64,
     /// Attempts to make a huge page of small ones.
     pub(super) collapses: u64,
+    /// Calls that unmerge pages.
+    pub(super) unmerges: u64,
     pub(super) no_room: bool,
 }
 
@@ -176,6 +178,11 @@ impl World {
     /// Number of attempts to make a huge page of small ones.
     pub fn collapse_attempts(&self) -> u64 {
         self.lock().collapses
+    }
+
+    /// Number of calls that unmerged pages.
+    pub fn unmerge_calls(&self) -> u64 {
+        self.lock().unmerges
     }
 
     /// Sets whether there is memory for stable pages.

@@ -122,6 +122,7 @@ fn stable_pages_that_moved_are_dropped_where_nodes_are_apart() {
     host.check();
     let statistics = host.merger.statistics();
     assert_eq!((statistics.moved_pages, statistics.remote_merged_pages), (100, 0));
+    assert_eq!(host.world.unmerge_calls(), 1, "neighbours are unmerged together");
     // Their own pages are merged again, with stable pages of their node.
     assert_eq!(host.counts(), (20, 180, 0, 0));
     assert!(guest.merged().iter().all(|(_, page, slot)| page == slot));
