@@ -139,7 +139,7 @@ fn case(name: &str) -> (Merging, u32) {
 
 fn plan((name, summary): (&'static str, &'static str)) -> SeriesPlan {
     let (merging, nodes) = case(name);
-    let setup = Setup { merging, huge_pages: false, ..Setup::EBB };
+    let setup = Setup { merging, ..Setup::EBB };
     let plan = SeriesPlan::new(name, summary, Run::Guests(setup, run));
     // Eight guests on an emulated host take minutes to boot.
     if nodes > MOST_BY_DEFAULT { plan.when_named() } else { plan }
