@@ -11,7 +11,6 @@ use ebb_guest_ram::{StableMemory, StableSegments, StableSlot};
 use crate::hash::{PageHasher, Secret};
 use crate::memory::Node;
 use crate::settings::Nodes;
-use crate::slots::Slots;
 use crate::store::Answer;
 
 use super::error::Refusal;
