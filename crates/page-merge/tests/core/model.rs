@@ -232,7 +232,10 @@ impl Play {
             }
             let hashed = host.world.hashed_pages();
             host.passes(70);
-            assert_eq!(host.world.hashed_pages(), hashed, "pages are read again and again");
+            // Huge pages are read every 64 passes.
+            let huge = host.guests.iter().filter(|guest| guest.is_huge(512)).count() as u64;
+            let read = host.world.hashed_pages() - hashed;
+            assert!(read <= huge * 2 * 512, "pages are read again and again: {read}");
         }
         for host in &mut self.hosts {
             host.unmerge();
