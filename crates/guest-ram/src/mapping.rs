@@ -21,6 +21,7 @@ const HUGE: usize = HUGE_PAGE_SIZE_BYTES as usize;
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
 /// Allocate from the given nodes only (include/uapi/linux/mempolicy.h).
+#[cfg(feature = "merge")]
 const MPOL_PREFERRED: libc::c_int = 1;
 const MPOL_BIND: libc::c_int = 2;
 
