@@ -106,10 +106,10 @@ pub(crate) struct Domain<M, S> {
     pub(crate) min_run_pages: u32,
     /// The host has given huge pages to this memory.
     pub(crate) has_huge_pages: bool,
-    /// The pass before which no block is to become a huge page, because the last one could not.
+    /// The pass before which no block is to become a huge page, because the last ones could not.
     pub(crate) no_collapse_before: u64,
-    /// Passes to wait after such a failure.
-    pub(crate) collapse_pause: u64,
+    /// How many could not, one after another.
+    pub(crate) collapse_failures: u32,
     /// Most recent error, for diagnostics.
     pub(crate) last_error: Option<String>,
     /// Passes since that error.
@@ -134,7 +134,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             min_run_pages: 1,
             has_huge_pages: false,
             no_collapse_before: 0,
-            collapse_pause: 0,
+            collapse_failures: 0,
             last_error: None,
             calm_passes: 0,
         })

@@ -19,8 +19,12 @@ const MOST_READ_EVERY: u8 = 64;
 /// Passes in which a block must be whole and unmerged before it becomes a huge page again.
 const WHOLE_PASSES: u8 = 16;
 
-/// Longest time without such an attempt after failures, in passes.
-const LONGEST_PAUSE: u64 = 1024;
+/// Number of attempts in a row that may fail. Then there is none for [`WHOLE_PASSES`] passes, and for
+/// twice as many after each further failure.
+const MOST_FAILURES: u32 = 8;
+
+/// How often that time doubles at most.
+const MOST_DOUBLINGS: u32 = 6;
 
 /// Whether a hash that a page has had is that of its content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -234,14 +238,17 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         match self.memory.collapse(range) {
             Ok(true) => {
                 self.counters.huge_pages_collapsed += 1;
-                self.collapse_pause = 0;
+                self.collapse_failures = 0;
                 return;
             }
             Ok(false) => {}
             Err(error) => self.note_memory_error(&error),
         }
-        self.collapse_pause = (self.collapse_pause * 2).clamp(WHOLE_PASSES.into(), LONGEST_PAUSE);
-        self.no_collapse_before = pass.number + self.collapse_pause;
+        self.collapse_failures = self.collapse_failures.saturating_add(1);
+        if let Some(more) = self.collapse_failures.checked_sub(MOST_FAILURES) {
+            let pause = u64::from(WHOLE_PASSES) << more.min(MOST_DOUBLINGS);
+            self.no_collapse_before = pass.number + pause;
+        }
     }
 
     /// The contents of pages, as far as they can be read. Those with a hash are read only if it is

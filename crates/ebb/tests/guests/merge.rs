@@ -186,7 +186,7 @@ fn huge_pages(scene: &Scene) {
     guest.run(Command::Hold { bytes: 64 * MIB, pattern: 59 });
     eventually("memory becomes huge again", 120, || {
         let now = guest.merge_statistics();
-        let again = now.huge_pages_collapsed >= Some(4);
+        let again = now.huge_pages_collapsed > Some(0);
         when(again && guest.huge_bytes() > huge, || format!("{huge} bytes were huge: {now:?}"))
     });
     guest.check_held();

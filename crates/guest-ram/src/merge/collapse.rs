@@ -54,7 +54,10 @@ impl MergeSession {
         }
         match advise_collapse(address, size_bytes) {
             Ok(()) => Ok(true),
-            Err(Errno::NOMEM | Errno::AGAIN | Errno::BUSY | Errno::INVAL) => Ok(false),
+            Err(error @ (Errno::NOMEM | Errno::AGAIN | Errno::BUSY | Errno::INVAL)) => {
+                tracing::debug!("{block} does not become a huge page: {error}");
+                Ok(false)
+            }
             Err(error) => Err(kernel("make a huge page", block, error.into())),
         }
     }
