@@ -10,9 +10,9 @@ use crate::stable::{Found, Number};
 use super::{Asker, Ledger, MemberId, NoRoom, PAGE, Publisher};
 
 impl<T: Slots> Ledger<T> {
-    /// Makes stable pages on `place`, or finds equal ones. Each page is indexed under its own hash, whatever
-    /// hash the client claims: a client cannot make others compare pages that are not what they
-    /// query.
+    /// Makes stable pages on `place`, or finds equal ones. Each page is indexed under its own hash,
+    /// whatever hash the client claims: a client cannot make others compare pages that are not what
+    /// they query.
     pub(in crate::broker) fn publish(
         &mut self,
         member: MemberId,
