@@ -342,8 +342,8 @@ const BROKER: &[c_long] = &[
 
 /// Calls of a thread that makes a checkpoint, of the process that it forks, and of the machines
 /// that this one builds: copies of disks, a session of its own, descriptors that take the place of
-/// others or are closed, events, the file systems of disks, the kernel's release and swap, filters
-/// for the threads, and what the threads do before those.
+/// others or are closed, events, the file systems of disks, filters for the threads, and what the
+/// threads do before those.
 const FORK: &[c_long] = &[
     libc::SYS_close_range,
     libc::SYS_copy_file_range,
@@ -357,8 +357,6 @@ const FORK: &[c_long] = &[
     libc::SYS_seccomp,
     libc::SYS_setsid,
     libc::SYS_signalfd4,
-    libc::SYS_sysinfo,
-    libc::SYS_uname,
 ];
 
 /// Calls of the companion: requests, names of sockets, files below its directories, connections to

@@ -25,6 +25,7 @@ impl GuestRam {
     /// [`MergeUnavailable`]: the memory works as before then.
     pub fn enable_merging(&self, segments: Arc<StableSegments>) -> Result<(), MergeUnavailable> {
         self.check_mergeable()?;
+        check_swap()?;
         check_map_count()?;
         self.check_unlocked()?;
         self.enable(segments, MergeFiles::open(), Ancestry::None)
@@ -52,8 +53,7 @@ impl GuestRam {
         if self.backing() != Backing::Anonymous {
             return Err(MergeUnavailable::Backing { backing: self.backing() });
         }
-        self.page_scan(1)?;
-        check_swap()
+        self.page_scan(1).map(drop)
     }
 
     /// Queries about the memory's pages, with at most `max_runs` runs of pages in an answer.
