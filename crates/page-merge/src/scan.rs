@@ -4,7 +4,7 @@ use ebb_abi::Pfn;
 use ebb_guest_ram::merge::PageLook;
 
 use crate::{
-    blocks::{PageNumber, block_of, first_of},
+    blocks::{PageNumber, Reading, block_of, first_of},
     domain::{Domain, Pass},
     hash::{Content, PageHash},
     join::{Candidate, Found},
@@ -19,8 +19,8 @@ const MOST_READ_EVERY: u8 = 64;
 /// Passes in which a block must be whole and unmerged before it becomes a huge page again.
 const WHOLE_PASSES: u8 = 16;
 
-/// Number of attempts in a row that may fail. Then there is none for [`WHOLE_PASSES`] passes, and for
-/// twice as many after each further failure.
+/// Number of attempts in a row that may fail. Then there is none for [`WHOLE_PASSES`] passes, and
+/// for twice as many after each further failure.
 const MOST_FAILURES: u32 = 8;
 
 /// How often that time doubles at most.
@@ -153,22 +153,27 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
     }
 
-    /// Records whether the block is a huge page. If that has changed, what was known of pages that
-    /// are not merged is outdated: no write was tracked meanwhile.
+    /// Records whether the block is a huge page. If that has changed, what was known of its pages is
+    /// outdated, but which of them are merged since it was split.
     fn note_huge(&mut self, number: u32, is_huge: bool, pass: &Pass<'_>) {
         let Some(block) = self.blocks.block_mut(number) else { return };
-        if std::mem::replace(&mut block.huge, is_huge) == is_huge {
+        if block.huge == is_huge {
             block.reading.split = false;
             return;
         }
-        let reading = std::mem::take(&mut block.reading);
-        block.whole_passes = 0;
+        let was_split_here = block.reading.split;
         if is_huge {
             self.has_huge_pages = true;
-            block.reading.due_in = pass.settings.huge_cold_passes;
+            self.forget_block(number);
+        } else {
+            self.forget_contents(number);
         }
-        self.forget_contents(number);
-        if reading.split && !is_huge {
+        if let Some(block) = self.blocks.block_mut(number) {
+            let due_in = if is_huge { pass.settings.huge_cold_passes } else { 0 };
+            block.reading = Reading { due_in, ..Reading::default() };
+            (block.huge, block.whole_passes) = (is_huge, 0);
+        }
+        if was_split_here && !is_huge {
             self.counters.huge_pages_split += 1;
             let merged = (first_of(number)..)
                 .take(BLOCK_PAGES as usize)

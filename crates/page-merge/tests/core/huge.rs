@@ -136,6 +136,22 @@ fn what_is_no_longer_merged_becomes_huge_again() {
     assert_eq!(host.merger.statistics().merged_pages, 2 * 512);
 }
 
+/// Merged pages are discarded, and the host makes a huge page of what is written there later.
+#[test]
+fn a_new_huge_page_has_no_merged_pages() {
+    let mut host = Host::new(eager());
+    let guest = host.guest(512);
+    (0..512).for_each(|pfn| guest.write(pfn, 9));
+    host.settle();
+    assert_eq!(host.counts(), (1, 511, 0, 0));
+    (0..512).for_each(|pfn| guest.discard(pfn));
+    (0..512).for_each(|pfn| guest.write(pfn, 1 + pfn));
+    guest.make_huge(0);
+    host.passes(1);
+    host.check();
+    assert_eq!(host.merger.statistics().merged_pages, 0);
+}
+
 #[test]
 fn failed_attempts_to_make_a_huge_page_become_rare() {
     let mut host = Host::new(eager());
