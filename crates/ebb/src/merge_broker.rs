@@ -1,5 +1,6 @@
 //! `ebb merge-broker`: owns the stable pages that machines of one trust domain share.
 
+use ebb_page_merge::Nodes;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::os::fd::AsFd as _;
@@ -10,9 +11,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use ebb_migration::session::Address;
 use ebb_page_merge::MAX_PAGE_SHARING;
-use ebb_page_merge::broker::{
-    Broker, BrokerConfig, BrokerStatus, DomainRule, Limits, Placement, ask_status,
-};
+use ebb_page_merge::broker::{Broker, BrokerConfig, BrokerStatus, DomainRule, Limits, ask_status};
 use ebb_vmm::config::Switch;
 use ebb_vmm::seccomp::{ThreadFilter, ThreadKind};
 use ebb_vmm::size::ByteSize;
@@ -20,6 +19,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 
 use crate::flags::word;
+
+const PAGE_BYTES: u64 = 4096;
 
 const AFTER_HELP: &str = "\
 Machines that merge their own memory (merge=owner, merge_domain=NAME and merge_broker=PATH of
@@ -65,7 +66,7 @@ pub struct Args {
     #[arg(long, value_name = "SIZE", conflicts_with = "status")]
     quota: Option<ByteSize>,
     /// Maximum number of bytes of the stable pages of all domains together [default: half of the
-    /// host's memory]
+    /// host's memory, or the quota if that is more]
     #[arg(long, value_name = "SIZE", conflicts_with = "status")]
     total: Option<ByteSize>,
     /// Maximum number of sharers of one stable page; beyond it, duplicates are created
@@ -102,7 +103,12 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     };
     let memory_bytes = host_memory_bytes();
     let quota_bytes = args.quota.map_or(memory_bytes / 4, ByteSize::bytes);
-    let total_bytes = args.total.map_or(memory_bytes / 2, ByteSize::bytes);
+    let total_bytes = args.total.map_or((memory_bytes / 2).max(quota_bytes), ByteSize::bytes);
+    for (option, bytes) in [("--quota", quota_bytes), ("--total", total_bytes)] {
+        if bytes < PAGE_BYTES {
+            bail!("{option} leaves no room for any page: it must be at least {PAGE_BYTES} bytes");
+        }
+    }
     let limits = Limits { max_page_sharing: args.max_page_sharing, ..Limits::default() }
         .with_quota(quota_bytes)
         .with_total(total_bytes);
@@ -155,8 +161,8 @@ fn table(status: &BrokerStatus) -> String {
     let _ = writeln!(text, ", refused {}", status.refused);
     for domain in &status.domains {
         let nodes = match domain.placement {
-            Placement::Across => "merged across nodes",
-            Placement::Apart => "nodes kept apart",
+            Nodes::Across => "merged across nodes",
+            Nodes::Apart => "nodes kept apart",
         };
         let _ = writeln!(
             text,
@@ -173,7 +179,7 @@ fn table(status: &BrokerStatus) -> String {
                 node.stable_pages,
                 node.sharers,
                 node.reservations,
-                ByteSize::from_bytes(node.saved_pages() * 4096),
+                ByteSize::from_bytes(node.saved_pages() * PAGE_BYTES),
                 node.remembered_hashes
             );
         }

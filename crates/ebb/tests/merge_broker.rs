@@ -2,13 +2,14 @@
 
 #![allow(clippy::expect_used)]
 
+use ebb_page_merge::Nodes;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::Arc;
 
 use ebb_guest_ram::{StableSegments, StableSlot};
-use ebb_page_merge::broker::{BrokerStatus, BrokerStore, MemberConfig, Placement};
+use ebb_page_merge::broker::{BrokerStatus, BrokerStore, MemberConfig};
 use ebb_page_merge::{Answer, Node, PageHasher, StableStore};
 
 fn ebb(arguments: &[&str]) -> Output {
@@ -81,7 +82,7 @@ impl Drop for Broker {
 fn join(
     path: &Path,
     domain: &str,
-    placement: Placement,
+    placement: Nodes,
 ) -> (BrokerStore<Arc<StableSegments>>, Arc<StableSegments>) {
     let segments = StableSegments::new();
     let config = MemberConfig::new(path.to_owned(), domain.parse().expect("a name"), placement);
@@ -94,7 +95,7 @@ fn clients_share_pages_and_the_broker_ends_at_a_signal() {
     assert_eq!(broker.line(), format!("listening on unix:{}", broker.path.display()));
     let page = vec![0x42; 4096];
     for (domain, placement, node) in
-        [("web", Placement::Across, Node::ANY), ("numa", Placement::Apart, Node(0))]
+        [("web", Nodes::Across, Node::ANY), ("numa", Nodes::Apart, Node(0))]
     {
         let (mut a, _) = join(&broker.path, domain, placement);
         let (mut b, segments) = join(&broker.path, domain, placement);
@@ -166,6 +167,8 @@ fn wrong_usage_is_reported() {
             "/nonexistent/folder/socket",
         ),
         (&["merge-broker", "--status", "/nonexistent/socket"], "/nonexistent/socket"),
+        (&["merge-broker", "--listen", "unix:/x", "--quota", "0"], "--quota leaves no room"),
+        (&["merge-broker", "--listen", "unix:/x", "--total", "4095"], "--total leaves no room"),
     ] {
         let output = ebb(arguments);
         assert_eq!(output.status.code(), Some(1), "{arguments:?}");

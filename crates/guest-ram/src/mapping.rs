@@ -20,9 +20,10 @@ use crate::region::{Backing, HugePages, RegionSpec};
 const HUGE: usize = HUGE_PAGE_SIZE_BYTES as usize;
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// Allocate from the given nodes only (include/uapi/linux/mempolicy.h).
+/// Allocate from the given node if it has memory (include/uapi/linux/mempolicy.h).
 #[cfg(feature = "merge")]
 const MPOL_PREFERRED: libc::c_int = 1;
+/// Allocate from the given nodes only.
 const MPOL_BIND: libc::c_int = 2;
 
 /// Bits in a word of the kernel's node mask.

@@ -5,6 +5,7 @@
 //! that of its clients. The benchmark takes its own measurements instead of using criterion, since
 //! most steps can be done only once.
 
+use ebb_page_merge::Nodes;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 use std::os::fd::AsFd;
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use ebb_guest_ram::StableSlot;
 use ebb_page_merge::broker::{
-    Broker, BrokerConfig, BrokerStore, Limits, MemberConfig, Placement, SegmentUser, ask_status,
+    Broker, BrokerConfig, BrokerStore, Limits, MemberConfig, SegmentUser, ask_status,
 };
 use ebb_page_merge::{Answer, Node, PageHash, StableStore};
 
@@ -66,7 +67,7 @@ impl Process {
     }
 
     fn member(&self) -> Result<Member, Failure> {
-        let mut config = MemberConfig::new(self.path.clone(), "bench".parse()?, Placement::Across);
+        let mut config = MemberConfig::new(self.path.clone(), "bench".parse()?, Nodes::Across);
         config.time_limit = LONG;
         Ok(BrokerStore::connect(&config, Unmapped)?)
     }

@@ -19,12 +19,22 @@ pub enum Run {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Nodes {
-    /// All pages of a domain may share, wherever they are (KSM: `merge_across_nodes` = 1).
+    /// All pages of a domain may share, wherever they are; the page that they share is on the node of
+    /// its first user (KSM: `merge_across_nodes` = 1).
     #[default]
     Across,
     /// Only pages of the same node share, and the page that they share is on this node (KSM:
     /// `merge_across_nodes` = 0).
     Apart,
+}
+
+impl std::fmt::Display for Nodes {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str(match self {
+            Self::Across => "merge across nodes",
+            Self::Apart => "keep nodes apart",
+        })
+    }
 }
 
 /// Settings of merging and of its pace.

@@ -1,5 +1,6 @@
 //! The client side of the broker.
 
+use crate::settings::Nodes;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
@@ -16,7 +17,7 @@ use crate::memory::Node;
 use crate::store::{Answer, StableStore, StoreCounts, StoreError};
 
 use super::error::BrokerError;
-use super::hello::{Hello, Placement, Role, Welcome};
+use super::hello::{Hello, Role, Welcome};
 use super::limits::{BATCH_HASHES, BATCH_NOTIFICATIONS, BATCH_PAGES, BATCH_UPDATES, ToldLimits};
 use super::link::Link;
 use super::message::{Change, PAGE, Reply, Request};
@@ -37,7 +38,7 @@ pub struct MemberConfig {
     /// The trust domain.
     pub domain: DomainName,
     /// Whether pages of different nodes are merged.
-    pub placement: Placement,
+    pub placement: Nodes,
     /// Maximum wait for the broker per call. After that the broker is late: calls fail immediately
     /// until it has answered, and after a while it counts as gone.
     pub time_limit: Duration,
@@ -45,7 +46,7 @@ pub struct MemberConfig {
 
 impl MemberConfig {
     /// Settings with the default time limit.
-    pub const fn new(path: PathBuf, domain: DomainName, placement: Placement) -> Self {
+    pub const fn new(path: PathBuf, domain: DomainName, placement: Nodes) -> Self {
         Self { path, domain, placement, time_limit: Duration::from_secs(1) }
     }
 }
@@ -93,7 +94,7 @@ pub struct BrokerStore<U> {
     secret: Secret,
     nodes: Vec<u32>,
     limits: ToldLimits,
-    placement: Placement,
+    placement: Nodes,
     updates: Vec<(Change, StableSlot)>,
     /// Notifications received outside of [`take_notifications`](StableStore::take_notifications).
     notifications: Vec<(Node, PageHash)>,
@@ -158,7 +159,7 @@ impl<U: SegmentUser> BrokerStore<U> {
     }
 
     /// Whether nodes are kept apart.
-    pub const fn placement(&self) -> Placement {
+    pub const fn placement(&self) -> Nodes {
         self.placement
     }
 
@@ -337,15 +338,15 @@ impl<U: SegmentUser> BrokerStore<U> {
 
     fn check_node(&self, node: Node) -> Result<(), StoreError> {
         let known = match self.placement {
-            Placement::Across => node == Node::ANY,
-            Placement::Apart => self.nodes.contains(&node.0),
+            Nodes::Across => node == Node::ANY,
+            Nodes::Apart => self.nodes.contains(&node.0),
         };
         if known {
             return Ok(());
         }
         let reason = match self.placement {
-            Placement::Across => "this client of the broker merges across nodes".to_owned(),
-            Placement::Apart => format!("the host's nodes with memory are {:?}", self.nodes),
+            Nodes::Across => "this client of the broker merges across nodes".to_owned(),
+            Nodes::Apart => format!("the host's nodes with memory are {:?}", self.nodes),
         };
         Err(StoreError::NoRoom { node, source: io::Error::new(io::ErrorKind::NotFound, reason) })
     }

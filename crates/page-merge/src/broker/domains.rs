@@ -14,7 +14,7 @@ use crate::settings::Nodes;
 use crate::store::Answer;
 
 use super::error::Refusal;
-use super::hello::{Hello, Placement, Welcome};
+use super::hello::{Hello, Welcome};
 use super::ledger::{Ledger, MemberId, NoRoom};
 use super::limits::{BATCH_NOTIFICATIONS, Limits, ToldLimits};
 use super::message::{BATCH_CLOSED, Reply, Request};
@@ -39,7 +39,7 @@ pub(super) struct Domains {
 struct Domain {
     ledger: Ledger<StableMemory>,
     secret: Secret,
-    placement: Placement,
+    placement: Nodes,
     clients: usize,
     lost: usize,
 }
@@ -92,7 +92,7 @@ impl Domains {
             return Err(Refusal::Placement { domain: name, theirs, wish: placement });
         }
         // The clients of one domain keep those of no other one out.
-        let most = self.limits.clients / self.rules.len().max(1);
+        let most = (self.limits.clients / self.rules.len().max(1)).max(1);
         let clients = self.by_name.get(&name).map_or(0, |domain| domain.clients + domain.lost);
         if clients >= most {
             return Err(Refusal::DomainClients { domain: name, most });
@@ -130,8 +130,8 @@ impl Domains {
         // A membership ends no later than its domain.
         let Some(domain) = self.by_name.get_mut(name) else { return Err(Refusal::NoHello) };
         let known_node = |node: Node| match domain.placement {
-            Placement::Across if node == Node::ANY => Ok(()),
-            Placement::Apart if self.nodes.contains(&node.0) => Ok(()),
+            Nodes::Across if node == Node::ANY => Ok(()),
+            Nodes::Apart if self.nodes.contains(&node.0) => Ok(()),
             _ => Err(Refusal::Node { node: node.0, nodes: self.nodes.clone() }),
         };
         let reply = match request {
@@ -220,7 +220,7 @@ impl Domains {
 
 impl Domain {
     fn new(
-        placement: Placement,
+        placement: Nodes,
         limits: Limits,
         bounds: Vec<Arc<StableBound>>,
     ) -> rustix::io::Result<Self> {
@@ -229,11 +229,7 @@ impl Domain {
         rustix::rand::getrandom(&mut secret, rustix::rand::GetRandomFlags::empty())?;
         let secret = Secret(secret);
         let slots = StableMemory::sealed(StableSegments::new(), bounds);
-        let nodes = match placement {
-            Placement::Across => Nodes::Across,
-            Placement::Apart => Nodes::Apart,
-        };
-        let ledger = Ledger::new(slots, nodes, PageHasher::new(&secret), limits);
+        let ledger = Ledger::new(slots, placement, PageHasher::new(&secret), limits);
         Ok(Self { ledger, secret, placement, clients: 0, lost: 0 })
     }
 

@@ -4,8 +4,8 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::hello::Placement;
 use super::name::DomainName;
+use crate::settings::Nodes;
 
 /// An error of a broker or of a client.
 #[derive(Debug, thiserror::Error)]
@@ -89,7 +89,7 @@ pub(super) enum Refusal {
         "the clients of domain {domain} {theirs}, and this one wants to {wish}; all clients of a \
          domain must agree"
     )]
-    Placement { domain: DomainName, theirs: Placement, wish: Placement },
+    Placement { domain: DomainName, theirs: Nodes, wish: Nodes },
     #[error(
         "node {node} has no stable pages of its own: the domain's clients merge across nodes, or \
          the host's nodes with memory are {nodes:?}"

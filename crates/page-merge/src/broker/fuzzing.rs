@@ -17,10 +17,10 @@ use crate::memory::Node;
 use crate::store::StableStore;
 
 use super::client::{BrokerStore, MemberConfig, SegmentUser};
-use super::hello::Placement;
 use super::limits::Limits;
 use super::message::{PAGE, Reply, Request, split_frame};
 use super::server::{Broker, BrokerConfig};
+use crate::settings::Nodes;
 
 /// A fuzz target by name.
 pub type MergeTarget = (&'static str, fn(&[u8]));
@@ -92,7 +92,7 @@ pub fn client(data: &[u8]) {
         let _ = io::copy(&mut stream, &mut io::sink());
     });
     let Ok(domain) = "web".parse() else { return };
-    let mut config = MemberConfig::new(place.0.clone(), domain, Placement::Across);
+    let mut config = MemberConfig::new(place.0.clone(), domain, Nodes::Across);
     config.time_limit = Duration::from_secs(10);
     if let Ok(mut store) = BrokerStore::connect(&config, Nowhere) {
         let (mut answers, mut slots, mut notifications) = (Vec::new(), Vec::new(), Vec::new());

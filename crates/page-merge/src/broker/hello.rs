@@ -8,6 +8,7 @@
 //! | 10 | 1: a client, 2: a query of the broker's state |
 //! | 11..16 | 0 |
 
+use crate::settings::Nodes;
 use serde::{Deserialize, Serialize};
 
 use super::limits::ToldLimits;
@@ -69,31 +70,11 @@ impl Role {
     }
 }
 
-/// Whether pages of different nodes are merged. All clients of a domain must agree (Linux's
-/// merge_across_nodes).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Placement {
-    /// Pages of different nodes are merged; a stable page is on the node of its first user.
-    Across,
-    /// They are not; a node's stable pages are on that node.
-    Apart,
-}
-
-impl std::fmt::Display for Placement {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Across => "merge across nodes",
-            Self::Apart => "keep nodes apart",
-        })
-    }
-}
-
 /// Identity of a client. Its domain is fixed for the rest of its connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Hello {
     pub domain: DomainName,
-    pub placement: Placement,
+    pub placement: Nodes,
 }
 
 /// The broker's answer to an accepted client.

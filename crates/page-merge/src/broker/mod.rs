@@ -40,7 +40,7 @@ mod status;
 
 pub use client::{BrokerStore, MemberConfig, SegmentUser, ask_status};
 pub use error::BrokerError;
-pub use hello::{PROTOCOL_VERSION, Placement};
+pub use hello::PROTOCOL_VERSION;
 pub use limits::Limits;
 pub use link::connect;
 pub use name::{DomainName, DomainRule, NameError, RuleError};

@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::hello::Placement;
 use super::name::DomainName;
+use crate::settings::Nodes;
 
 /// The state of a broker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,7 +24,7 @@ pub struct DomainStatus {
     /// The domain's name.
     pub name: DomainName,
     /// Whether its nodes are kept apart.
-    pub placement: Placement,
+    pub placement: Nodes,
     /// Connected clients of the domain.
     pub clients: usize,
     /// Memory files of the domain.

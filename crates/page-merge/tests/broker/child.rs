@@ -1,12 +1,13 @@
 //! Processes that can be killed: this program run again, as a client or as a broker.
 
+use ebb_page_merge::Nodes;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use ebb_page_merge::StableStore;
-use ebb_page_merge::broker::{Broker, BrokerConfig, Limits, Placement};
+use ebb_page_merge::broker::{Broker, BrokerConfig, Limits};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::cuts::script;
@@ -124,7 +125,7 @@ fn broker(path: PathBuf) {
 
 /// Shares pages 0 to 9, making them if necessary, and waits to be killed.
 fn sharer(path: &Path) {
-    let mut member = Member::join(path, "web", Placement::Across).unwrap();
+    let mut member = Member::join(path, "web", Nodes::Across).unwrap();
     let pages: Vec<u64> = (0..10).collect();
     member.make(&pages);
     member.take_notifications();
@@ -155,7 +156,7 @@ fn heir(path: &Path) {
 
 /// Makes, shares and releases pages as fast as possible until it is killed.
 fn churner(path: &Path) {
-    let mut member = Member::join(path, "web", Placement::Across).unwrap();
+    let mut member = Member::join(path, "web", Nodes::Across).unwrap();
     println!("\nchurning");
     for round in 0_u64.. {
         let pages: Vec<u64> = (0..40).map(|page| page * 3 + round % 5).collect();

@@ -1,9 +1,10 @@
 //! A broker at its limit of open descriptors.
 
+use ebb_page_merge::Nodes;
 use std::path::Path;
 use std::time::Duration;
 
-use ebb_page_merge::broker::{Broker, BrokerConfig, BrokerError, Limits, MemberConfig, Placement};
+use ebb_page_merge::broker::{Broker, BrokerConfig, BrokerError, Limits, MemberConfig};
 use ebb_page_merge::{Answer, Node, StableStore, StoreError};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -52,8 +53,8 @@ fn without_descriptors_no_client_loses_pages_and_service_resumes_later() {
     let path = folder.path().join("broker");
     let mut broker = Process::start("poor broker", &path);
     broker.wait_for("listening");
-    let mut a = Member::join(&path, "web", Placement::Across).unwrap();
-    let mut b = Member::join(&path, "web", Placement::Across).unwrap();
+    let mut a = Member::join(&path, "web", Nodes::Across).unwrap();
+    let mut b = Member::join(&path, "web", Nodes::Across).unwrap();
     let one = a.make(&[1])[0];
 
     // Existing pages can be shared with clients that do not have their file yet.
@@ -62,7 +63,7 @@ fn without_descriptors_no_client_loses_pages_and_service_resumes_later() {
 
     // A new domain has no file yet.
     broker.spare(20);
-    let mut other = Member::join(&path, "other", Placement::Across).unwrap();
+    let mut other = Member::join(&path, "other", Nodes::Across).unwrap();
     let mut made = 0;
     for spare in 0..8 {
         broker.spare(spare);
@@ -82,7 +83,7 @@ fn without_descriptors_no_client_loses_pages_and_service_resumes_later() {
     assert!((1..8).contains(&made), "{made}");
 
     // New clients are refused and have to connect again.
-    let mut config = MemberConfig::new(path.clone(), "web".parse().unwrap(), Placement::Across);
+    let mut config = MemberConfig::new(path.clone(), "web".parse().unwrap(), Nodes::Across);
     config.time_limit = Duration::from_millis(300);
     for spare in [0, 1] {
         broker.spare(spare);
@@ -96,6 +97,6 @@ fn without_descriptors_no_client_loses_pages_and_service_resumes_later() {
         a.store.unused(one);
     }
     broker.spare(20);
-    let mut late = Member::join(&path, "web", Placement::Across).unwrap();
+    let mut late = Member::join(&path, "web", Nodes::Across).unwrap();
     assert_eq!(late.share(1), one);
 }

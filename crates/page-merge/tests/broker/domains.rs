@@ -1,9 +1,10 @@
 //! Isolation of domains.
 
+use ebb_page_merge::Nodes;
 use std::collections::{BTreeMap, BTreeSet};
 
 use ebb_guest_ram::StableSlot;
-use ebb_page_merge::broker::{BrokerError, DomainRule, Limits, NodeStatus, Placement};
+use ebb_page_merge::broker::{BrokerError, DomainRule, Limits, NodeStatus};
 use ebb_page_merge::{Answer, Node, PageHash, StableStore};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -217,7 +218,7 @@ fn refusal(result: Result<Member, BrokerError>) -> String {
 fn only_served_domains_can_be_joined() {
     let broker = Running::with_rules(Limits::default(), vec!["blue".parse().unwrap()]);
     broker.member("blue");
-    let reason = refusal(Member::join(&broker.path(), "green", Placement::Across));
+    let reason = refusal(Member::join(&broker.path(), "green", Nodes::Across));
     assert!(reason.contains("green") && reason.contains("--domain"), "{reason}");
     assert_eq!(broker.status().refused, 1);
 }
@@ -231,7 +232,7 @@ fn a_domain_of_a_user_is_for_that_user_and_root() {
     let folder = path.parent().unwrap();
     let everybody = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     std::fs::set_permissions(folder, everybody).unwrap();
-    let join = |domain: &str| Member::join(&path, domain, Placement::Across);
+    let join = |domain: &str| Member::join(&path, domain, Nodes::Across);
     if !rustix::process::geteuid().is_root() {
         let reason = refusal(join("blue"));
         assert!(reason.contains("blue"), "{reason}");
@@ -261,7 +262,7 @@ fn a_domain_of_a_user_is_for_that_user_and_root() {
 fn all_clients_of_a_domain_keep_nodes_apart_or_none_does() {
     let broker = Running::new(Limits::default());
     let across = broker.member("web");
-    let reason = refusal(Member::join(&broker.path(), "web", Placement::Apart));
+    let reason = refusal(Member::join(&broker.path(), "web", Nodes::Apart));
     assert!(
         reason.contains("merge across nodes") && reason.contains("keep nodes apart"),
         "{reason}"
@@ -269,5 +270,5 @@ fn all_clients_of_a_domain_keep_nodes_apart_or_none_does() {
     drop(across);
     // Once all have left, it is a new domain.
     crate::support::wait_until("the end of the domain", || broker.status().domains.is_empty());
-    Member::join(&broker.path(), "web", Placement::Apart).unwrap();
+    Member::join(&broker.path(), "web", Nodes::Apart).unwrap();
 }

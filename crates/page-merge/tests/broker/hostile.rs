@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use ebb_page_merge::broker::{Limits, NodeStatus};
-use ebb_page_merge::{Answer, PageHash, StableStore};
+use ebb_page_merge::{Answer, Node, PageHash, StableStore};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
 use crate::child::Process;
@@ -225,6 +225,21 @@ fn memory_that_is_kept_is_within_the_quota() {
     }
     // What is kept was reused: two files would be full after two rounds.
     assert_eq!(broker.pages_of("web").stable_pages, 6 * SEGMENT.div_ceil(10));
+}
+
+/// One file for all domains.
+#[test]
+fn all_domains_have_one_bound() {
+    let broker = Running::new(Limits { all_pages: 1, ..Limits::default() });
+    let (mut web, mut db) = (broker.member("web"), broker.member("db"));
+    let slots = web.make(&[1]);
+    let (hash, mut made) = (db.hash(2), Vec::new());
+    let error = db.store.publish(Node::ANY, &[hash], &page(2), &mut made).unwrap_err();
+    assert!(error.to_string().contains("in use") && made.is_empty(), "{error}");
+    // What the one gives back is the other's.
+    web.store.release(slots[0]);
+    web.take_notifications();
+    db.make(&[2]);
 }
 
 #[test]

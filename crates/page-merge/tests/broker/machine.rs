@@ -1,6 +1,7 @@
 //! A process with a machine's memory that it merges through a broker; it executes commands, one per
 //! line.
 
+use ebb_page_merge::Nodes;
 use std::io::BufRead;
 use std::path::Path;
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use std::sync::Arc;
 use ebb_guest_ram::{
     Backing, GuestRam, HugePages, MergeSession, Populate, RegionSpec, StableSegments,
 };
-use ebb_page_merge::broker::{BrokerStore, MemberConfig, Placement};
+use ebb_page_merge::broker::{BrokerStore, MemberConfig};
 use ebb_page_merge::{Merger, Run, Settings};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -63,7 +64,7 @@ pub fn run(path: &Path) {
     let segments = StableSegments::new();
     machine.ram.enable_merging(segments.clone()).unwrap();
     let memory = MergeSession::new(machine.ram.clone()).unwrap();
-    let mut config = MemberConfig::new(path.to_owned(), "web".parse().unwrap(), Placement::Across);
+    let mut config = MemberConfig::new(path.to_owned(), "web".parse().unwrap(), Nodes::Across);
     config.time_limit = LONG;
     let store = BrokerStore::connect(&config, segments).unwrap();
     let secret = store.secret();

@@ -1,11 +1,12 @@
 //! Brokers that are killed.
 
+use ebb_page_merge::Nodes;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use ebb_page_merge::broker::{BrokerError, BrokerStore, MemberConfig, Placement, ask_status};
+use ebb_page_merge::broker::{BrokerError, BrokerStore, MemberConfig, ask_status};
 use ebb_page_merge::{Answer, Node, StableStore, StoreError};
 
 use crate::child::Process;
@@ -17,8 +18,8 @@ fn pages_stay_right_when_the_broker_is_killed_and_the_next_one_starts_empty() {
     let path = folder.path().join("broker");
     let mut broker = Process::start("broker", &path);
     broker.wait_for("listening");
-    let mut a = Member::join(&path, "web", Placement::Across).unwrap();
-    let mut b = Member::join(&path, "web", Placement::Across).unwrap();
+    let mut a = Member::join(&path, "web", Nodes::Across).unwrap();
+    let mut b = Member::join(&path, "web", Nodes::Across).unwrap();
     let pages: Vec<u64> = (0..500).collect();
     let slots = a.make(&pages);
     assert_eq!(b.share(499), slots[499]);
@@ -63,7 +64,7 @@ fn pages_stay_right_when_the_broker_is_killed_and_the_next_one_starts_empty() {
     // The next broker takes over the name.
     let mut next = Process::start("broker", &path);
     next.wait_for("listening");
-    let mut c = Member::join(&path, "web", Placement::Across).unwrap();
+    let mut c = Member::join(&path, "web", Nodes::Across).unwrap();
     assert_ne!(c.store.secret(), a.store.secret());
     assert_eq!(c.query(0), Answer::Unknown);
     let mine = c.make(&[7]);
@@ -81,7 +82,7 @@ impl Member {
 
 /// A client that does not wait for long.
 fn impatient(path: &Path, limit: Duration) -> Member {
-    let mut config = MemberConfig::new(path.to_owned(), "web".parse().unwrap(), Placement::Across);
+    let mut config = MemberConfig::new(path.to_owned(), "web".parse().unwrap(), Nodes::Across);
     config.time_limit = limit;
     Member::with_config(&config).unwrap()
 }
@@ -92,7 +93,7 @@ fn a_late_broker_is_used_again_and_its_late_answers_are_returned() {
     let path = folder.path().join("broker");
     let mut broker = Process::start("broker", &path);
     broker.wait_for("listening");
-    let mut other = Member::join(&path, "web", Placement::Across).unwrap();
+    let mut other = Member::join(&path, "web", Nodes::Across).unwrap();
     let seven = other.make(&[7])[0];
     let mut member = impatient(&path, Duration::from_millis(100));
     let (hash, mut answers) = (member.hash(7), Vec::new());
@@ -187,7 +188,7 @@ fn a_broker_that_does_not_answer_for_very_long_counts_as_gone() {
 fn without_a_broker_the_error_says_how_to_start_one() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("nobody");
-    let config = MemberConfig::new(path.clone(), "web".parse().unwrap(), Placement::Across);
+    let config = MemberConfig::new(path.clone(), "web".parse().unwrap(), Nodes::Across);
     let error = BrokerStore::connect(&config, Segments::new()).unwrap_err();
     assert!(matches!(error, BrokerError::Connect { .. }));
     let text = error.to_string();

@@ -1,6 +1,7 @@
 //! Clients that share pages.
 
-use ebb_page_merge::broker::{Limits, NodeStatus, Placement};
+use ebb_page_merge::Nodes;
+use ebb_page_merge::broker::{Limits, NodeStatus};
 use ebb_page_merge::{Answer, Node, StableStore, StoreError};
 
 use crate::support::{Member, NOTHING, PAGE, Running, page};
@@ -145,7 +146,7 @@ fn a_batch_that_fails_half_way_leaves_nothing() {
 #[test]
 fn nodes_that_are_kept_apart_have_their_own_pages_and_others_do_not_exist() {
     let broker = Running::new(Limits::default());
-    let mut member = Member::join(&broker.path(), "numa", Placement::Apart).unwrap();
+    let mut member = Member::join(&broker.path(), "numa", Nodes::Apart).unwrap();
     member.make(&[1]);
     member.node = Node(999);
     let mut answers = Vec::new();
@@ -157,5 +158,5 @@ fn nodes_that_are_kept_apart_have_their_own_pages_and_others_do_not_exist() {
     }
     assert!(answers.is_empty() && member.store.why_gone().is_none());
     let domain = broker.domain("numa").unwrap();
-    assert_eq!((domain.placement, domain.nodes[0].node), (Placement::Apart, Some(0)));
+    assert_eq!((domain.placement, domain.nodes[0].node), (Nodes::Apart, Some(0)));
 }

@@ -1,5 +1,6 @@
 //! A broker on a thread of this process, and clients of it.
 
+use ebb_page_merge::Nodes;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -11,7 +12,7 @@ use std::time::Duration;
 use ebb_guest_ram::{StableSegments, StableSlot};
 use ebb_page_merge::broker::{
     Broker, BrokerConfig, BrokerError, BrokerStatus, BrokerStore, DomainRule, DomainStatus, Limits,
-    MemberConfig, NodeStatus, Placement, SegmentUser, ask_status,
+    MemberConfig, NodeStatus, SegmentUser, ask_status,
 };
 use ebb_page_merge::{Answer, Node, PageHash, PageHasher, StableStore};
 use tempfile::TempDir;
@@ -51,7 +52,7 @@ impl Running {
     }
 
     pub fn member(&self, domain: &str) -> Member {
-        Member::join(&self.path(), domain, Placement::Across).unwrap()
+        Member::join(&self.path(), domain, Nodes::Across).unwrap()
     }
 
     /// Counts of a domain that does not keep nodes apart.
@@ -120,7 +121,7 @@ pub struct Member {
 }
 
 impl Member {
-    pub fn join(path: &Path, domain: &str, placement: Placement) -> Result<Self, BrokerError> {
+    pub fn join(path: &Path, domain: &str, placement: Nodes) -> Result<Self, BrokerError> {
         let mut config = MemberConfig::new(path.to_owned(), domain.parse().unwrap(), placement);
         config.time_limit = LONG;
         Self::with_config(&config)
@@ -134,18 +135,18 @@ impl Member {
 
     /// Over a connection that another process has made.
     pub fn join_over(connection: OwnedFd, path: &Path, domain: &str) -> Result<Self, BrokerError> {
-        let (domain, placement) = (domain.parse().unwrap(), Placement::Across);
+        let (domain, placement) = (domain.parse().unwrap(), Nodes::Across);
         let config = MemberConfig::new(path.to_owned(), domain, placement);
         let segments = Segments::new();
         let store = BrokerStore::over(connection, &config, segments.clone())?;
         Ok(Self::of(store, segments, placement))
     }
 
-    fn of(store: BrokerStore<Segments>, segments: Segments, placement: Placement) -> Self {
+    fn of(store: BrokerStore<Segments>, segments: Segments, placement: Nodes) -> Self {
         let hasher = PageHasher::new(&store.secret());
         let node = match placement {
-            Placement::Across => Node::ANY,
-            Placement::Apart => Node(0),
+            Nodes::Across => Node::ANY,
+            Nodes::Apart => Node(0),
         };
         Self { store, segments, hasher, node }
     }

@@ -1,8 +1,8 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::broker::hello::Placement;
 use crate::broker::limits::{Limits, ToldLimits};
+use crate::settings::Nodes;
 
 fn slot() -> impl Strategy<Value = StableSlot> {
     any::<(u32, u32)>().prop_map(|(segment, index)| StableSlot { segment, index })
@@ -44,7 +44,7 @@ fn request(contents: &[u8]) -> impl Strategy<Value = Request<'_>> {
     ]);
     let node = any::<u32>().prop_map(Node);
     let hello = ("[A-Za-z0-9._-]{1,64}", any::<bool>()).prop_map(|(name, apart)| {
-        let placement = if apart { Placement::Apart } else { Placement::Across };
+        let placement = if apart { Nodes::Apart } else { Nodes::Across };
         Request::Hello(Hello { domain: name.parse().unwrap(), placement })
     });
     prop_oneof![

@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 
 use ebb_guest_ram::merge::MergeFiles;
 use ebb_guest_ram::{GuestRam, MergeSession, StableMemory, StableSegments};
-use ebb_page_merge::broker::{BrokerError, BrokerStore, MemberConfig, Placement};
+use ebb_page_merge::broker::{BrokerError, BrokerStore, MemberConfig};
 use ebb_page_merge::{
     Clock as _, Control, Merger, Nodes, Paused, Run, Secret, Settings, SettingsError, StablePages,
     StableStore, Statistics, SystemClock, Worker,
@@ -192,12 +192,9 @@ fn join(
     join: impl FnOnce(&MemberConfig, Arc<StableSegments>) -> Result<DomainStore, BrokerError>,
 ) -> Option<Result<DomainStore, String>> {
     let path = config.broker.clone()?;
-    let placement = match prepared.settings.merge_across_nodes {
-        Nodes::Across => Placement::Across,
-        Nodes::Apart => Placement::Apart,
-    };
+    let nodes = prepared.settings.merge_across_nodes;
     let domain = config.domain.as_deref().unwrap_or_default().parse();
-    let member = domain.map(|domain| MemberConfig::new(path, domain, placement));
+    let member = domain.map(|domain| MemberConfig::new(path, domain, nodes));
     let member = member.map_err(text);
     Some(member.and_then(|member| join(&member, prepared.segments.clone()).map_err(text)))
 }
