@@ -14,19 +14,28 @@ pub struct Equipment {
     /// Whether the guest takes memory out of its balloon before it kills a process
     /// (`VIRTIO_BALLOON_F_DEFLATE_ON_OOM`).
     pub deflates_on_oom: bool,
+    /// How fast programs take memory, in bytes per second.
+    pub growth_rate: u64,
 }
+
+/// "AgentCgroup: Understanding and Controlling OS Resources of AI Agents", arXiv 2602.09345.
+const GROWTH_RATE: u64 = 3_000_000_000;
 
 impl Equipment {
     /// Everything that Ebb's machines can do.
     pub fn ebb() -> Self {
         let means =
             [Mean::Reporting, Mean::Reclaim, Mean::Trim, Mean::Park, Mean::Balloon, Mean::Pause];
-        Self { means: means.into_iter().collect(), deflates_on_oom: true }
+        Self { means: means.into_iter().collect(), deflates_on_oom: true, growth_rate: GROWTH_RATE }
     }
 
     /// A balloon and nothing else.
     pub fn balloon() -> Self {
-        Self { means: [Mean::Balloon].into_iter().collect(), deflates_on_oom: false }
+        Self {
+            means: [Mean::Balloon].into_iter().collect(),
+            deflates_on_oom: false,
+            growth_rate: GROWTH_RATE,
+        }
     }
 }
 
@@ -87,8 +96,6 @@ pub(crate) struct Guest {
     spoken: Option<Statistics>,
 }
 
-/// Rate of programs' allocations, in bytes per step: 3 GB/s.
-const ALLOCATE: u64 = 3_000_000 * STEP_MS;
 /// Rate of direct reclaim, in bytes per step: 400 MiB/s.
 const EVICT: u64 = 400 * MIB * STEP_MS / 1000;
 /// Rate of reading files, in bytes per step: 500 MiB/s.
@@ -288,15 +295,13 @@ impl Guest {
 
     /// Allocates for programs and caches.
     fn feed(&mut self, phase: Phase, host: &mut HostModel) -> Fed {
-        let goal = match phase.growth {
-            Growth::Burst => phase.programs_bytes,
-            Growth::Steady => self.on_the_way(phase),
-        };
+        let goal = self.goal(phase);
         if goal < self.programs_bytes {
             self.stale_bytes += self.programs_bytes - goal;
             self.programs_bytes = goal;
         }
-        let wanted = ALLOCATE.min(goal - self.programs_bytes);
+        let most = self.equipment.growth_rate * STEP_MS / 1000;
+        let wanted = most.min(goal - self.programs_bytes);
         // Caches are evicted for programs.
         let missing = wanted.saturating_sub(self.free());
         self.evict(missing.min(EVICT));
@@ -313,6 +318,14 @@ impl Guest {
             self.read(phase, host);
         }
         fed
+    }
+
+    /// What programs need now.
+    fn goal(&self, phase: Phase) -> u64 {
+        match phase.growth {
+            Growth::Burst => phase.programs_bytes,
+            Growth::Steady => self.on_the_way(phase),
+        }
     }
 
     fn on_the_way(&self, phase: Phase) -> u64 {
@@ -391,13 +404,15 @@ impl Guest {
         if self.phase().is_none_or(|now| now != phase) {
             return;
         }
-        let done = STEP_MS * speed;
+        // A part lasts until its programs have what they need.
+        let left_us = (phase.duration_ms * 1000).saturating_sub(self.done_us);
+        let done = left_us.min(STEP_MS * speed);
         self.done_us += done;
         if phase.activity == Activity::Work {
             self.work_us += done;
             self.working_us += STEP_MS * 1000;
         }
-        if self.done_us >= phase.duration_ms * 1000 {
+        if self.done_us >= phase.duration_ms * 1000 && self.programs_bytes >= self.goal(phase) {
             self.next_phase();
         }
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use ebb_fleet_model::strategy::{Ebbd, StaticLimits};
 use ebb_fleet_model::trace::{Activity, Growth, Honesty, Kind, MachineTrace, Phase, SEEDS};
 use ebb_fleet_model::{Equipment, HostShape, Recipe, Simulation, Strategy, Trace};
-use ebb_host_policy::{GIB, Host, MIB, Order, Snapshot};
+use ebb_host_policy::{GIB, Host, MIB, Order, Settings, Snapshot};
 
 fn simulation() -> Simulation {
     let (host, equipment) = (HostShape::of(15 * GIB), Equipment::ebb());
@@ -27,6 +27,22 @@ fn more_machines_than_static_limits_without_harm() {
         all_static += simulation.run(&trace, &mut StaticLimits).admitted_milli;
     }
     assert!(all > 3 * all_static, "{all} to {all_static}");
+}
+
+/// Memory grows at the rate of a processor that is shared or emulated: peaks take half a minute, and
+/// meet more often.
+#[test]
+fn slow_peaks_are_kept_apart() {
+    let equipment = Equipment { growth_rate: 200_000_000, ..Equipment::ebb() };
+    let simulation = Simulation { equipment, ..simulation() };
+    let policy = Ebbd::with_history_of(&simulation, &Recipe::history());
+    for seed in SEEDS {
+        let trace = Recipe::fleet(seed).trace();
+        let outcome = simulation.run(&trace, &mut policy.clone());
+        assert_eq!((outcome.host_kills, outcome.troubles.oom_kills), (0, 0), "{outcome:?}");
+        assert_eq!(outcome.swap_out_bytes, 0, "{outcome:?}");
+        assert!(outcome.troubles.pauses > 0, "{outcome:?}");
+    }
 }
 
 /// Admits sixteen machines at any time, and leaves the rest to a policy, if there is one.
@@ -109,7 +125,7 @@ fn peaks_at_once_come_one_after_the_other() {
         policy.settings.pause_ms = pause_ms;
         simulation.run(&trace, &mut Sixteen(Some(policy)))
     };
-    let (without, with) = (run(0), run(30_000));
+    let (without, with) = (run(0), run(Settings::default().pause_ms));
     assert!(without.swap_out_bytes > GIB, "{without:?}");
     assert_eq!(with.swap_out_bytes, 0, "{with:?}");
     assert!(with.troubles.pauses >= 2, "{with:?}");

@@ -280,7 +280,7 @@ impl<'a> Round<'a> {
     /// Takes memory that idle machines do not need, the largest amounts first.
     fn take(&mut self, views: &mut [View]) {
         let at_ms = self.at_ms();
-        let coming = views.iter().map(|view| view.memory.coming_bytes(at_ms));
+        let coming = views.iter().map(|view| view.memory.coming_bytes(view.machine, at_ms));
         let coming = coming.fold(0, u64::saturating_add);
         let mut rest = self.needed_bytes.saturating_sub(coming);
         let mut order: Vec<(u64, usize)> = Vec::new();

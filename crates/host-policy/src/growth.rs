@@ -1,9 +1,9 @@
 //! Which of the machines that grow fast go on, and which are paused.
 //!
 //! Machines that reach their highest needs at once must not fill the host. This is the banker's
-//! algorithm (Dijkstra, EWD 108): what a machine can still take is its claim. Machines go on in the
-//! order in which they began to grow, as long as those before them can still take their claims.
-//! One that would take from that is paused until there is room.
+//! algorithm (Dijkstra, EWD 108): what a machine can still take is its claim. Those with the
+//! smallest claims go on first: they are the nearest to their highest needs, and to the end of
+//! them. One that would take from their claims is paused until there is room.
 
 use serde::{Deserialize, Serialize};
 
@@ -26,14 +26,14 @@ const STOPPED_MS: u64 = 300;
 /// What a machine takes within this time cannot be prevented: the next decision is a tenth of a
 /// second away, and has to be carried out.
 const REACTION_MS: u64 = 200;
+/// What a machine that has stopped growing keeps is expected back within this time.
+const KEEPS_MS: u64 = 10_000;
 /// After its longest pause a machine runs for at least so many times as long.
 const RUNS: u64 = 3;
 
 /// Fast growth of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Growth {
-    /// When it began.
-    began_ms: u64,
     /// When it was last fast.
     last_ms: u64,
     /// What the machine had before, and the most since.
@@ -46,7 +46,6 @@ pub(crate) struct Growth {
 /// A machine that grows, or has grown.
 struct Claimant {
     index: usize,
-    began_ms: u64,
     growth_bytes: u64,
     claim_bytes: u64,
     /// What it takes before the next decision can prevent it.
@@ -105,9 +104,9 @@ impl MachineState {
             return;
         };
         let rate = 1000 * now.saturating_sub(from_bytes) / elapsed_ms.max(1);
-        let (began_ms, last_ms, most_bytes) = (at_ms, at_ms, now);
+        let (last_ms, most_bytes) = (at_ms, now);
         if rate >= fast {
-            let new = Growth { began_ms, last_ms, from_bytes, most_bytes, rate };
+            let new = Growth { last_ms, from_bytes, most_bytes, rate };
             let growth = self.growth.get_or_insert(new);
             (growth.last_ms, growth.rate) = (at_ms, rate);
         }
@@ -126,10 +125,10 @@ impl MachineState {
     }
 
     /// Whether it has kept at least half of what it had taken, some time after it has stopped.
-    fn keeps(&self, growth: &Growth, at_ms: u64, settings: &Settings) -> bool {
+    fn keeps(&self, growth: &Growth, at_ms: u64) -> bool {
         let half = growth.from_bytes.midpoint(growth.most_bytes);
         let age_ms = at_ms.saturating_sub(growth.last_ms);
-        age_ms <= settings.pause_ms && self.has_bytes.is_some_and(|now| now > half)
+        age_ms <= KEEPS_MS && self.has_bytes.is_some_and(|now| now > half)
     }
 
     /// Counts time for which it was paused from here, and ends pauses whose lease has ended.
@@ -161,7 +160,7 @@ impl Round<'_> {
         let (mut growing, mut others) = (Vec::new(), Others::default());
         for (index, view) in views.iter_mut().enumerate().filter(|(_, view)| view.rule.is_none()) {
             view.memory.notice_pause(at_ms, elapsed_ms, settings.pause_ms);
-            others.expect(view.memory.coming_bytes(at_ms));
+            others.expect(view.memory.coming_bytes(view.machine, at_ms));
             let is_ours = view.memory.paused_until_ms.is_some();
             if view.machine.is_paused && !is_ours {
                 (view.memory.growth, view.memory.has_bytes) = (None, None);
@@ -174,7 +173,7 @@ impl Round<'_> {
             let Some(growth) = view.memory.growth else { continue };
             if is_ours || view.memory.grows(at_ms) {
                 growing.push(self.claimant(index, view, &growth));
-            } else if view.memory.keeps(&growth, at_ms, settings) {
+            } else if view.memory.keeps(&growth, at_ms) {
                 others.running += 1;
                 others.expect(view.memory.growth_bytes(&growth));
             } else {
@@ -182,7 +181,7 @@ impl Round<'_> {
             }
         }
         // Those that cannot wait are first.
-        growing.sort_by_key(|it| (it.may_wait, it.began_ms, it.index));
+        growing.sort_by_key(|it| (it.may_wait, it.claim_bytes, it.index));
         let (waiting, wanted_room_bytes) = waiting(&growing, room_bytes, others.expected_bytes);
         others.running += (growing.len() - waiting.len()) as u64;
         self.wanted_room_bytes = wanted_room_bytes;
@@ -211,7 +210,6 @@ impl Round<'_> {
         let claim_bytes = claim_bytes(view);
         Claimant {
             index,
-            began_ms: growth.began_ms,
             growth_bytes: memory.growth_bytes(growth),
             claim_bytes,
             step_bytes: part(growth.rate, REACTION_MS, 1000).min(claim_bytes),

@@ -63,7 +63,7 @@ impl Default for Settings {
             stale_ms: 15_000,
             lease_ms: 30_000,
             idle_ms: 10_000,
-            pause_ms: 10_000,
+            pause_ms: 60_000,
             idle_tax_percent: 75,
             risk_ppm: 100,
             delay_ppm: 10_000,

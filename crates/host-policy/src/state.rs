@@ -191,10 +191,15 @@ impl MachineState {
         self.taking.until_ms = at_ms + JUDGED_MS;
     }
 
-    /// Memory that is still expected.
-    pub(crate) fn coming_bytes(&self, at_ms: u64) -> u64 {
-        let coming = self.taken.filter(|taken| at_ms.saturating_sub(taken.at_ms) < IN_FLIGHT_MS);
-        coming.map_or(0, |taken| taken.gain_bytes.saturating_sub(taken.came_bytes()))
+    /// Memory that is still expected: what it was asked for a short time ago, and what its balloon
+    /// has not reached yet.
+    pub(crate) fn coming_bytes(&self, machine: &Machine, at_ms: u64) -> u64 {
+        let is_new = |since_ms| at_ms.saturating_sub(since_ms) < IN_FLIGHT_MS;
+        let taken = self.taken.filter(|taken| is_new(taken.at_ms));
+        let taken = taken.map_or(0, |taken| taken.gain_bytes.saturating_sub(taken.came_bytes()));
+        let squeezed = self.squeeze.filter(|it| !it.is_pulse && is_new(it.since_ms));
+        let balloon = squeezed.and(machine.balloon).unwrap_or_default();
+        taken.saturating_add(balloon.target_bytes.saturating_sub(balloon.actual_bytes))
     }
 
     /// Whether something was taken from it, and the result is not known yet.

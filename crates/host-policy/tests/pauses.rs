@@ -165,6 +165,7 @@ fn the_second_waits_for_the_first() {
 #[test]
 fn after_its_longest_pause_a_machine_runs() {
     let mut world = one_waits();
+    world.settings.pause_ms = 10_000;
     let (mut paused_ms, mut ran_ms) = (Vec::new(), Vec::new());
     let (mut was_paused, mut since_ms) = (true, world.now_ms);
     for _ in 0..1000 {
@@ -184,6 +185,28 @@ fn after_its_longest_pause_a_machine_runs() {
     assert!(paused_ms.len() >= 2, "{paused_ms:?} {ran_ms:?}");
     assert!(paused_ms.iter().all(|ms| *ms <= longest_ms), "{paused_ms:?}");
     assert!(ran_ms.iter().all(|ms| *ms >= 3 * longest_ms), "{ran_ms:?}");
+}
+
+/// One that is near its end is not stopped halfway by one that has begun earlier.
+#[test]
+fn the_smallest_claim_goes_first() {
+    let mut world = one_waits();
+    world.settings.pause_ms = 0;
+    // It cannot get all that it wants.
+    world.guests[1].wants_bytes = 5 * GIB;
+    world.guests[0].wants_bytes = 3 * GIB;
+    for _ in 0..20 {
+        world.pass(100);
+        world.decide();
+    }
+    world.settings.pause_ms = Settings::default().pause_ms;
+    for guest in &mut world.guests {
+        guest.wants_bytes = 8 * GIB;
+    }
+    world.pass(100);
+    let decision = world.decide();
+    let pauses: Vec<_> = decision.orders.iter().map(|order| &order.machine).collect();
+    assert_eq!(pauses, ["a"], "{:?}", decision.explanations);
 }
 
 #[test]
@@ -211,11 +234,6 @@ fn a_pause_ends_when_the_machine_must_not_wait() {
     resumes("never", &mut never);
     let mut plenty = one_waits();
     plenty.guests[0].wants_bytes = GIB;
-    // Until the first counts as one that has stopped.
-    for _ in 0..3 {
-        plenty.pass(100);
-        plenty.decide();
-    }
     resumes("plenty", &mut plenty);
 }
 
