@@ -167,7 +167,7 @@ impl Engine {
     }
 
     fn snapshot(&self, host: Host, at_ms: u64) -> Snapshot {
-        let machines = self.fleet.links().filter_map(|(_, link)| link.view().machine(&link.name));
+        let machines = self.fleet.counted().filter_map(|(_, link, view)| view.machine(&link.name));
         Snapshot { at_ms, host, machines: machines.collect() }
     }
 
@@ -373,19 +373,24 @@ impl Engine {
         // The first of several with the same name.
         let known = last.snapshot.machines.iter().rev();
         let known: BTreeMap<&str, &Machine> = known.map(|it| (it.name.as_str(), it)).collect();
+        let domains = self.fleet.domains();
         let machines = self.fleet.links().map(|(place, link)| {
             let Link { name, .. } = link;
             let view = link.view();
+            let also = view.is_also(place, &domains);
             MachineStatus {
                 name: name.clone(),
-                machine: known.get(name.as_str()).copied().cloned(),
+                machine: known.get(name.as_str()).filter(|_| also.is_none()).copied().cloned(),
                 monitor: view.kind.map(|kind| kind.name().to_owned()),
                 socket: place.to_string(),
                 pid: view.pid(),
                 profile: self.config.policy.profile(name).0.to_owned(),
                 is_held: held.contains(name.as_str()),
-                trouble: trouble(&view),
-                explanation: last.explanations.get(name).cloned(),
+                trouble: match also {
+                    Some(domain) => Some(format!("it is the domain {domain} of libvirt, too")),
+                    None => trouble(&view),
+                },
+                explanation: last.explanations.get(name).filter(|_| also.is_none()).cloned(),
             }
         });
         Status {

@@ -151,9 +151,24 @@ impl Fleet {
         }
     }
 
-    /// The machine of this name, and its place: the first of several.
+    /// Its machines that count, each with what is known of it. One of QEMU that is a domain of
+    /// libvirt, too, is libvirt's.
+    pub fn counted(&self) -> impl Iterator<Item = (&Place, &Link, View)> {
+        let domains = self.domains();
+        let views = self.links().map(|(place, link)| (place, link, link.view()));
+        views.filter(move |(place, _, view)| view.is_also(place, &domains).is_none())
+    }
+
+    /// The names of libvirt's domains, by their processes.
+    pub fn domains(&self) -> BTreeMap<u32, &str> {
+        let domains = self.links().filter(|(place, _)| place.domain.is_some());
+        domains.filter_map(|(_, link)| Some((lock(&link.view).pid()?, &*link.name))).collect()
+    }
+
+    /// The machine of this name, and its place: the first of several that count.
     pub fn named(&self, name: &str) -> Option<(&Place, &Link)> {
-        self.links().find(|(_, link)| link.name == name)
+        let mut counted = self.counted();
+        counted.find(|(_, link, _)| link.name == name).map(|(place, link, _)| (place, link))
     }
 
     /// The machine at a place.
@@ -235,6 +250,12 @@ impl View {
             Undo::Balloon => seen.balloon.is_none_or(|balloon| balloon.target_bytes == 0),
             Undo::Pause => !seen.is_paused,
         }
+    }
+
+    /// The name of the domain of libvirt that it is, too.
+    pub fn is_also<'a>(&self, place: &Place, domains: &BTreeMap<u32, &'a str>) -> Option<&'a str> {
+        let pid = self.pid().filter(|_| place.domain.is_none())?;
+        domains.get(&pid).copied()
     }
 
     /// Its process.

@@ -29,6 +29,9 @@ use machine::{LIMIT, MIB, initramfs};
 const SIZE: u64 = 256 * MIB;
 const CEILING: u64 = 192 * MIB;
 const UUID: &str = "e342c075-1883-44d2-8913-cd3246d26c68";
+/// What the places of the domain, and of its QEMU's own socket, have in them.
+const DOMAIN: &str = "libvirt-sock";
+const OWN: &str = "own/guest.sock";
 /// The user that libvirtd runs as. In session mode, root's uses the directories of the system.
 const OTHER: u32 = 65534;
 
@@ -44,6 +47,7 @@ impl Libvirtd {
         let path = directory.path().to_owned();
         fs::create_dir_all(path.join("config/libvirt")).unwrap();
         fs::create_dir(path.join("run")).unwrap();
+        fs::create_dir(path.join("own")).unwrap();
         // No virtlogd.
         let log = "stdio_handler = \"file\"\n";
         fs::write(path.join("config/libvirt/qemu.conf"), log).unwrap();
@@ -51,18 +55,21 @@ impl Libvirtd {
         let kernel = Kernel::find(None).unwrap();
         fs::write(path.join("initramfs"), initramfs(&kernel)).unwrap();
         let domain = format!(
-            "<domain type='qemu'><name>guest</name><uuid>{UUID}</uuid>\
+            "<domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>\
+             <name>guest</name><uuid>{UUID}</uuid>\
              <memory unit='MiB'>256</memory><os><type arch='x86_64' machine='q35'>hvm</type>\
              <kernel>{}</kernel><initrd>{}</initrd>\
              <cmdline>console=ttyS0 quiet panic=-1 mitigations=off</cmdline></os>\
              <features><acpi/></features><devices><controller type='usb' model='none'/>\
-             <memballoon model='virtio'/></devices></domain>",
+             <memballoon model='virtio'/></devices><qemu:commandline><qemu:arg value='-qmp'/>\
+             <qemu:arg value='unix:{},server=on,wait=off'/></qemu:commandline></domain>",
             kernel.image.display(),
-            path.join("initramfs").display()
+            path.join("initramfs").display(),
+            path.join(OWN).display()
         );
         fs::write(path.join("guest.xml"), domain).unwrap();
         if rustix::process::geteuid().is_root() {
-            for name in ["", "config", "config/libvirt", "run", "initramfs"] {
+            for name in ["", "config", "config/libvirt", "run", "own", "initramfs"] {
                 chown(path.join(name), Some(OTHER), Some(OTHER)).unwrap();
             }
         }
@@ -129,8 +136,9 @@ struct Daemon(Child);
 impl Daemon {
     fn start(libvirtd: &Libvirtd, policy: &str) -> Self {
         let text = format!(
-            "machines = []\nlibvirt = [\"{}\"]\n[policy]\ntight_percent = 3\n\
+            "machines = [\"{}\"]\nlibvirt = [\"{}\"]\n[policy]\ntight_percent = 3\n\
              pressed_percent = 2\nemergency_percent = 1\n{policy}",
+            libvirtd.path("own").display(),
             libvirtd.socket().display()
         );
         fs::write(libvirtd.path("ebbd.toml"), text).unwrap();
@@ -160,6 +168,14 @@ fn status(libvirtd: &Libvirtd) -> Value {
     let _ = stream.read_to_string(&mut text);
     let body = text.split_once("\r\n\r\n").map_or("", |(_, body)| body);
     serde_json::from_str(body).unwrap_or_default()
+}
+
+/// Of the status, the machine whose socket's path has this in it.
+fn machine(libvirtd: &Libvirtd, socket: &str) -> Value {
+    let status = status(libvirtd);
+    let mut machines = status["machines"].as_array().into_iter().flatten();
+    let is_meant = |it: &&Value| it["socket"].as_str().is_some_and(|it| it.contains(socket));
+    machines.find(is_meant).cloned().unwrap_or_default()
 }
 
 #[track_caller]
@@ -201,13 +217,19 @@ fn a_domain_gets_everything_back() {
         format!("[policy.default]\nceiling_bytes = {CEILING}\nreserve_bytes = {}\n", 16 * MIB);
     let mut daemon = Daemon::start(&libvirtd, &squeeze);
     eventually("the balloon is there", || (1..=CEILING).contains(&libvirtd.rest()));
-    let machine = status(&libvirtd)["machines"][0].clone();
-    assert_eq!(machine["name"], "guest", "{created} {machine}");
-    assert_eq!(machine["monitor"], "libvirt");
-    assert!(machine["machine"]["statistics"]["total_bytes"].is_u64(), "{machine}");
+    let domain = machine(&libvirtd, DOMAIN);
+    assert_eq!(domain["name"], "guest", "{created} {domain}");
+    assert_eq!(domain["monitor"], "libvirt");
+    assert!(domain["machine"]["statistics"]["total_bytes"].is_u64(), "{domain}");
     let journal = fs::read_to_string(libvirtd.path("state/taken.json")).unwrap();
     let journal: Value = serde_json::from_str(&journal).unwrap();
     assert_eq!(journal[0]["domain"]["uuid"], UUID);
+    // Its other socket is the same machine, which counts once.
+    eventually("QEMU's own socket is known", || {
+        let other = machine(&libvirtd, OWN);
+        let trouble = other["trouble"].as_str().unwrap_or_default();
+        other["machine"].is_null() && trouble.contains("domain guest of libvirt")
+    });
 
     // It is killed: the watchdog releases the balloon.
     daemon.0.kill().unwrap();
@@ -237,19 +259,19 @@ fn a_domain_gets_everything_back() {
     eventually("the guest runs", || libvirtd.state() == "running");
 
     // libvirtd ends, and comes again; the domain outlives it.
-    let trouble = || status(&libvirtd)["machines"][0]["trouble"].is_string();
+    let trouble = || machine(&libvirtd, DOMAIN)["trouble"].is_string();
     let pid = rustix::process::Pid::from_raw(libvirtd.child.id().cast_signed()).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
     eventually("the trouble is shown", trouble);
     libvirtd.end();
     libvirtd.child = spawn(libvirtd.directory.path());
     eventually("it works again", || {
-        let status = status(&libvirtd);
-        status["machines"][0]["machine"].is_object() && status["machines"][0]["trouble"].is_null()
+        let machine = machine(&libvirtd, DOMAIN);
+        machine["machine"].is_object() && machine["trouble"].is_null()
     });
     libvirtd.virsh(&["destroy", "guest"]);
     eventually("the machine has gone", || {
-        status(&libvirtd)["machines"].as_array().is_some_and(Vec::is_empty)
+        status(&libvirtd)["machines"].is_array() && machine(&libvirtd, DOMAIN).is_null()
     });
 }
 

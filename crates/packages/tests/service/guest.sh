@@ -107,17 +107,34 @@ same "$process" 'a loop that runs'
 rm -r /run/systemd/system/ebbd.service.d
 systemctl daemon-reload
 
+check 'the broker of merged pages'
+broker_process() { systemctl show -P MainPID ebb-merge-broker; }
+[ "$(systemctl is-enabled ebb-merge-broker)" = disabled ] || fail 'the broker is enabled'
+[ "$(broker_process)" = 0 ] || fail 'the broker was started'
+quietly systemd-analyze verify --man=no /lib/systemd/system/ebb-merge-broker.service
+echo "BROKER_OPTIONS='--domain blue=$(id -u member) --total 512M'" >/etc/default/ebb-merge-broker
+quietly systemctl start ebb-merge-broker
+broker=$(broker_process)
+eventually ebb merge-broker --status /run/ebb-merge/broker.sock --json
+# Members of the domain may connect, and the state is not theirs.
+[ "$(stat -c %a /run/ebb-merge/broker.sock)" = 666 ] || fail "the broker's socket"
+! setpriv --reuid member --regid member --init-groups \
+    ebb merge-broker --status /run/ebb-merge/broker.sock >"$log" 2>&1 || fail 'status'
+
 check upgrade
 quietly apt-get install -y /packages/new/ebb_*.deb /packages/new/ebbd_*.deb
 eventually is_other "$process"
 eventually sh -c 'ebb host settings | grep "interval_ms.*2000"'
 [ ! -e /etc/ebb/ebbd.toml.dpkg-new ] && grep -q '^interval_ms = 2000' /etc/ebb/ebbd.toml ||
     fail 'the configuration is not kept'
+[ "$(broker_process)" = "$broker" ] || fail 'the upgrade has ended the broker'
 
 check remove
 quietly apt-get remove -y ebbd
 ! is_active || fail 'it still runs'
 [ ! -e /run/ebb/ebbd.sock ] && [ -e /etc/ebb/ebbd.toml ] || fail 'remove'
+quietly apt-get remove -y ebb
+[ "$(broker_process)" = 0 ] && [ ! -e /run/ebb-merge ] || fail 'the broker still runs'
 
 check purge
 quietly apt-get purge -y ebbd
