@@ -1,5 +1,6 @@
 //! Policies side by side on the traces that they may be tuned with, or, with the argument `judge`,
-//! on the one that counts.
+//! on the one that counts; with `slow`, programs take memory at 200 MB/s, as on processors that are
+//! shared or emulated.
 
 use ebb_fleet_model::strategy::{Deficit, Ebbd, IdleTarget, Law, StaticLimits};
 use ebb_fleet_model::trace::{JUDGING_SEED, SEEDS};
@@ -7,7 +8,11 @@ use ebb_fleet_model::{Equipment, HostShape, Recipe, Simulation, Strategy};
 use ebb_host_policy::{GIB, MIB};
 
 fn main() {
-    let (host, equipment) = (HostShape::of(15 * GIB), Equipment::ebb());
+    let is_said = |word: &str| std::env::args().any(|said| said == word);
+    let (host, mut equipment) = (HostShape::of(15 * GIB), Equipment::ebb());
+    if is_said("slow") {
+        equipment.growth_rate = 200_000_000;
+    }
     let simulation = Simulation { host, equipment, interval_ms: 1000, duration_ms: 2_400_000 };
     println!(
         "{:>4} {:<26} {:>8} {:>9} {:>8} {:>10} {:>9} {:>9} {:>6} {:>6} {:>8}",
@@ -25,7 +30,7 @@ fn main() {
     );
     let experienced = Ebbd::with_history_of(&simulation, &Recipe::history());
     let judged = [JUDGING_SEED];
-    let seeds = if std::env::args().any(|word| word == "judge") { &judged[..] } else { &SEEDS };
+    let seeds = if is_said("judge") { &judged[..] } else { &SEEDS };
     for &seed in seeds {
         let trace = Recipe::fleet(seed).trace();
         for (name, interval_ms, mut strategy) in policies(&experienced) {

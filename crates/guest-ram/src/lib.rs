@@ -78,7 +78,7 @@ pub use merge::{
     StableSlot,
 };
 #[cfg(feature = "merge")]
-pub use overlay::BrokenCowStats;
+pub use overlay::{BrokenCowStats, single_pages_bytes};
 pub use page_bitmap::PageBitmap;
 pub use ram::GuestRam;
 pub use range_set::RangeSet;

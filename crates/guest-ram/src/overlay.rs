@@ -42,6 +42,8 @@ mod vma_budget;
 pub(crate) use extents::{FileExtents, Source};
 #[cfg(feature = "merge")]
 pub use merged_pages::BrokenCowStats;
+#[cfg(feature = "merge")]
+pub use stable::single_pages_bytes;
 pub(crate) use vma_budget::max_vmas;
 
 /// The file that memory was restored from. A page's offset in it is its RAM offset.

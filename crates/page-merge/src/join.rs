@@ -32,6 +32,10 @@ const PUBLISHED_AT_ONCE: usize = 64;
 /// without sharers.
 const PLANNED_AT_MOST: usize = 2048;
 
+/// Of neighbouring pages with the same content, one in so many becomes a stable page, up to
+/// [`most_copies`](crate::Settings::most_copies).
+const PAGES_FOR_A_COPY: usize = 8;
+
 /// A page that was unchanged for long enough, and its content.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Candidate {
@@ -57,6 +61,27 @@ struct Publish {
     node: NodeNumber,
     /// The candidate that found it.
     by: PageNumber,
+}
+
+impl Publish {
+    /// A candidate that becomes a stable page itself.
+    fn own(candidate: &Candidate) -> Self {
+        let Candidate { page, hash, node } = *candidate;
+        Self { page, hash, node, by: page }
+    }
+}
+
+/// For each candidate, how many stable pages its content may get now: more than one within a run of
+/// pages that have it, too.
+fn copies(candidates: &[(Candidate, Answer)], most: usize) -> Vec<usize> {
+    let is_same = |a: &(Candidate, Answer), b: &(Candidate, Answer)| {
+        (a.0.page.wrapping_add(1), a.0.node, a.0.hash) == (b.0.page, b.0.node, b.0.hash)
+    };
+    let runs = candidates.chunk_by(is_same);
+    runs.flat_map(|run| {
+        std::iter::repeat_n((run.len() / PAGES_FOR_A_COPY).clamp(1, most), run.len())
+    })
+    .collect()
 }
 
 impl<M: Memory, S: StableStore> Domain<M, S> {
@@ -87,7 +112,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     fn join_round(&mut self, round: Vec<Candidate>, pass: &Pass<'_>) -> Vec<Candidate> {
         let answers = self.ask(&round);
         let (mut publish, mut later) = (Vec::new(), Vec::new());
-        let (mut pending, mut unanswered) = (HashSet::new(), Vec::new());
+        let (mut pending, mut unanswered) = (HashMap::new(), Vec::new());
         for (candidate, answer) in round.into_iter().zip(answers) {
             match answer {
                 Answer::Stable(slot) => {
@@ -104,10 +129,16 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             return Vec::new();
         }
         let splittable = self.splittable(&unanswered, pass);
-        for (candidate, answer) in unanswered {
+        let copies = copies(&unanswered, pass.settings.most_copies.into());
+        for ((candidate, answer), most) in unanswered.into_iter().zip(copies) {
             let key = (candidate.node, candidate.hash);
-            if pending.contains(&key) {
-                later.push(candidate);
+            if let Some(published) = pending.get_mut(&key) {
+                if *published < most {
+                    *published += 1;
+                    publish.push(Publish::own(&candidate));
+                } else {
+                    later.push(candidate);
+                }
                 continue;
             }
             let partner = self.partner(&candidate, &splittable);
@@ -125,17 +156,12 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                         node: candidate.node,
                         by: candidate.page,
                     });
-                    pending.insert(key);
+                    pending.insert(key, 1);
                     later.push(candidate);
                 }
                 (None, Answer::Wanted) => {
-                    publish.push(Publish {
-                        page: candidate.page,
-                        hash: candidate.hash,
-                        node: candidate.node,
-                        by: candidate.page,
-                    });
-                    pending.insert(key);
+                    publish.push(Publish::own(&candidate));
+                    pending.insert(key, 1);
                 }
                 (None, _) => {
                     self.note_wanted(&candidate);

@@ -93,6 +93,10 @@ pub struct Settings {
     /// 65,530 that a process may have by default); in runs of eight these are 52 bytes per page,
     /// and the limit is reached at 1 GiB of merged memory instead of at 128 MiB.
     pub min_run_pages: u32,
+    /// Maximum number of stable pages that a content gets at once, for neighbouring pages that all
+    /// have it (one for each eight of them): neighbours whose stable pages are neighbours take one
+    /// mapping, and those that share one stable page take one each. KSM has 1.
+    pub most_copies: u16,
 }
 
 impl Default for Settings {
@@ -114,6 +118,7 @@ impl Default for Settings {
             huge_cold_passes: 3,
             huge_min_duplicates: 256,
             min_run_pages: 8,
+            most_copies: 64,
         }
     }
 }
@@ -173,7 +178,8 @@ impl Settings {
         within("clean_passes", self.clean_passes.into(), 1, 64)?;
         within("max_written_per_second", self.max_written_per_second, 1, 1 << 40)?;
         within("huge_cold_passes", self.huge_cold_passes.into(), 1, 255)?;
-        within("min_run_pages", self.min_run_pages.into(), 1, 512)
+        within("min_run_pages", self.min_run_pages.into(), 1, 512)?;
+        within("most_copies", self.most_copies.into(), 1, 512)
     }
 
     /// Name of a setting in `other` that decides which pages may share, and differs there.

@@ -25,7 +25,8 @@ use entries::{Entries, Entry};
 /// stable page with the same content is made, and they form a *chain* (as in Linux's mm/ksm.c:
 /// unmapping a page with millions of sharers would take the kernel too long). A page of a chain
 /// without sharers is freed immediately, and a chain with one page left is dissolved. New sharers
-/// go to the fullest page that has room, so that the others become empty.
+/// go to the page behind that of their neighbour, so that one mapping serves both; otherwise to the
+/// fullest page that has room, so that the others become empty.
 ///
 /// A stable page takes eight bytes, and five to seven in the index.
 #[derive(Debug)]
@@ -116,13 +117,24 @@ impl<T: Slots> StablePages<T> {
         Some(self.entries.node(self.entries.number(slot)?))
     }
 
-    /// Looks up a content on a node.
-    pub(crate) fn find(&self, node: Node, hash: PageHash) -> Found {
+    /// Looks up a content on a node. If it has several stable pages, the one behind `before` is
+    /// preferred.
+    pub(crate) fn find(&self, node: Node, hash: PageHash, before: Option<StableSlot>) -> Found {
         let Some(index) = self.indexes.iter().find(|index| index.node == node) else {
             return Found::Nothing;
         };
         let available = if index.chains.contains(hash) {
-            index.chains.fullest_below(hash, self.max_page_sharing)
+            let behind = before.and_then(|slot| self.entries.number(slot.offset(1)));
+            let has_room = |number: &Number| {
+                let entry = self.entries.get(*number);
+                entry.hash() == hash
+                    && !entry.is_retired()
+                    && entry.references() < self.max_page_sharing
+                    && self.entries.node(*number) == node
+            };
+            behind
+                .filter(has_room)
+                .or_else(|| index.chains.fullest_below(hash, self.max_page_sharing))
         } else {
             let same = |number| self.entries.get(number).hash() == hash;
             let Some(number) = index.table.find(hash, same) else { return Found::Nothing };
@@ -262,12 +274,15 @@ impl<T: Slots> StableStore for StablePages<T> {
         hashes: &[PageHash],
         answers: &mut Vec<Answer>,
     ) -> Result<(), StoreError> {
+        let mut before = None;
         for &hash in hashes {
-            answers.push(match self.find(node, hash) {
+            let answer = match self.find(node, hash, before) {
                 // Without another process that has such a page a full one is useless.
                 Found::Nothing | Found::Full => Answer::Unknown,
                 Found::Available(number) => Answer::Stable(self.reserve(number)),
-            });
+            };
+            before = answer.slot();
+            answers.push(answer);
         }
         Ok(())
     }

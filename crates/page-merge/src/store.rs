@@ -22,6 +22,16 @@ pub enum Answer {
     Wanted,
 }
 
+impl Answer {
+    /// The slot of a stable page.
+    pub(crate) fn slot(self) -> Option<StableSlot> {
+        match self {
+            Self::Stable(slot) => Some(slot),
+            Self::Unknown | Self::Wanted => None,
+        }
+    }
+}
+
 /// Reason why a store could not complete a request.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
@@ -56,7 +66,7 @@ pub struct StoreCounts {
 
 /// Stable pages of one domain, by node ([`Node::ANY`] where nodes are not kept apart).
 pub trait StableStore {
-    /// Appends an answer for each hash. With the answer [`Answer::Stable`] the slot is *reserved*
+    /// Appends an answer for each hash, of pages in their order. With the answer [`Answer::Stable`] the slot is *reserved*
     /// for one more sharer until [`shared`](Self::shared) or [`unused`](Self::unused) is called for
     /// it.
     fn query(

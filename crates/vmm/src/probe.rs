@@ -13,6 +13,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::time::Duration;
 
+pub use ebb_guest_ram::single_pages_bytes;
 use ebb_guest_ram::{
     Backing, GuestRam, HugePages, MergeUnavailable, Populate, RegionSpec, StableSegments,
 };

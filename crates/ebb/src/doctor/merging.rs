@@ -4,7 +4,10 @@ use std::path::Path;
 
 use ebb_page_merge::kernel::{Counter, Knob, Ksm, RUN_FOLDER, SYSFS};
 use ebb_program::{Check, Grade};
-use ebb_vmm::probe::probe_merging;
+use ebb_vmm::probe::{probe_merging, single_pages_bytes};
+
+/// What some distributions set `vm.max_map_count` to.
+const MORE_MAPPINGS: u64 = 1 << 20;
 
 /// State of Linux KSM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,12 +49,21 @@ impl Merging {
     fn check_owner(&self) -> Check {
         const NAME: &str = "merging by the monitor";
         match &self.owner {
-            Ok(Some(mappings)) => Check::new(
-                NAME,
-                Grade::Ok,
-                format!("merge=owner works, with up to {mappings} mappings"),
-                None,
-            ),
+            Ok(Some(mappings)) => {
+                let mib = |mappings| (single_pages_bytes(mappings) + (1 << 19)) >> 20;
+                let found = format!(
+                    "merge=owner works; of single pages, {} MiB in each machine, beside runs",
+                    mib(*mappings)
+                );
+                let remedy = (*mappings < MORE_MAPPINGS).then(|| {
+                    format!(
+                        "`sysctl vm.max_map_count={MORE_MAPPINGS}` allows {} MiB of single pages \
+                         (about 400 bytes of kernel memory for each)",
+                        mib(MORE_MAPPINGS)
+                    )
+                });
+                Check::new(NAME, Grade::Ok, found, remedy.as_deref())
+            }
             Ok(None) => Check::new(NAME, Grade::Ok, "merge=owner works", None),
             Err(reason) => Check::new(
                 NAME,
@@ -122,6 +134,11 @@ mod tests {
     fn unavailable_merging_is_a_warning_with_its_reason() {
         let grades = |merging: &Merging| merging.checks().map(|check| check.grade);
         assert_eq!(grades(&Merging::possible()), [Grade::Ok, Grade::Ok]);
+        let [few, _] = Merging::possible().checks();
+        assert!(few.found.contains(" 24 MiB"), "{}", few.found);
+        assert!(few.remedy.unwrap().contains("max_map_count=1048576` allows 384 MiB"));
+        let many = Merging { owner: Ok(Some(MORE_MAPPINGS)), ..Merging::possible() };
+        assert_eq!(many.checks()[0].remedy, None);
         let kernel = KernelMerging { run: 1, pages_sharing: 7, may_join: false };
         let poor = Merging { owner: Err("no UFFDIO_MOVE".into()), kernel: Ok(kernel) };
         assert_eq!(grades(&poor), [Grade::Warning, Grade::Warning]);

@@ -1,6 +1,6 @@
 //! Changes of a memory's extents by merges, by writes to merged pages and by discards.
 
-use ebb_abi::Pfn;
+use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 
 use super::extents::{FileExtent, FileExtents, Source};
 use super::merged_pages::{BrokenCowStats, SlotRun};
@@ -17,6 +17,12 @@ const MIN_RUN_PAGES: u64 = 8;
 const FOR_RUNS: u64 = 12;
 const FOR_SHORT_RUNS: u64 = 6;
 const FOR_REANONYMIZED: u64 = 3;
+
+/// How many bytes of single pages a process can merge that may have `max_map_count` VMAs
+/// (`vm.max_map_count`): each page takes two.
+pub const fn single_pages_bytes(max_map_count: u64) -> u64 {
+    max_map_count / 2 * FOR_SHORT_RUNS / 16 / 2 * PAGE_SIZE_BYTES
+}
 
 impl FileExtents {
     /// Number of pages that hold a share of a stable page, as far as known.

@@ -96,6 +96,11 @@ fn series() -> Vec<SeriesPlan> {
             Setup { merging: Merging::Owner(Nodes::Across), ..ebb },
         ),
         (
+            "merge-alone",
+            "reporting, and each monitor merges equal pages within its guest",
+            Setup { merging: Merging::Alone, ..ebb },
+        ),
+        (
             "merge-kernel",
             "reporting, and the kernel merges equal pages of all guests",
             Setup { merging: Merging::Kernel(Nodes::Across), ..ebb },
@@ -277,7 +282,7 @@ fn merge(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError>
     let guests: Vec<u32> = series.guests.iter().map(|record| record.guest).collect();
     testbed.events().step(0, "waits until nothing more is merged");
     let settled = testbed.wait_for_merging(&guests)?;
-    let shared = testbed.shared()?;
+    let shared = testbed.shared(&guests)?;
     series.notes.push(format!(
         "{} pages are shared by {} further ones; nothing more was merged after {} s{}",
         shared.pages_shared,

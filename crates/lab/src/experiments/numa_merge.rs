@@ -201,7 +201,7 @@ fn measure(
         guest_found.after_ns = Some(read(testbed, *guest, sizes.passes)?);
         guest_found.statistics = testbed.merge_info(*guest)?.statistics.unwrap_or_default();
     }
-    found.shared = Some(testbed.shared()?);
+    found.shared = Some(testbed.shared(&guests)?);
     found.freed_mib = Some(used_mib - testbed.usage()?.used_mib);
     found.survey = Some(testbed.survey(&placed)?);
     for guest in &guests {

@@ -39,6 +39,8 @@ pub enum Merging {
     Off,
     /// By the monitors, which share pages through a broker.
     Owner(Nodes),
+    /// By the monitors, each within its own guest.
+    Alone,
     /// By the kernel.
     Kernel(Nodes),
 }
@@ -48,7 +50,7 @@ impl Merging {
     pub fn by(self) -> Option<MergedBy> {
         match self {
             Self::Off => None,
-            Self::Owner(_) => Some(MergedBy::Owner),
+            Self::Owner(_) | Self::Alone => Some(MergedBy::Owner),
             Self::Kernel(_) => Some(MergedBy::Kernel),
         }
     }
@@ -61,6 +63,7 @@ impl Merging {
         };
         match self {
             Self::Off => String::new(),
+            Self::Alone => ",merge=owner".to_owned(),
             Self::Owner(across) => format!(
                 ",merge=owner,merge_domain={DOMAIN},merge_broker={},merge_across_nodes={}",
                 broker_socket().display(),
@@ -76,6 +79,7 @@ impl Merging {
     pub fn describe(self) -> Option<String> {
         let (by, nodes) = match self {
             Self::Off => return None,
+            Self::Alone => return Some("pages merged within each guest".to_owned()),
             Self::Owner(nodes) => ("monitors", nodes),
             Self::Kernel(nodes) => ("kernel", nodes),
         };

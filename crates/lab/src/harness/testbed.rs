@@ -154,7 +154,7 @@ impl<'a> Testbed<'a> {
         control: Option<&Path>,
     ) -> Result<Program, LabError> {
         let merging = match self.setup.merging {
-            Merging::Owner(_) => Merging::Off,
+            Merging::Owner(_) | Merging::Alone => Merging::Off,
             merging => merging,
         };
         Ok(self.assets.command(&Setup { merging, ..self.setup }, size, control)?)

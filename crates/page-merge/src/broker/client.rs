@@ -252,13 +252,7 @@ impl<U: SegmentUser> BrokerStore<U> {
     fn give_back(&mut self, answer: Reply) {
         let slots: Vec<StableSlot> = match answer {
             Reply::Slots(slots) => slots,
-            Reply::Answers(answers) => answers
-                .into_iter()
-                .filter_map(|answer| match answer {
-                    Answer::Stable(slot) => Some(slot),
-                    Answer::Unknown | Answer::Wanted => None,
-                })
-                .collect(),
+            Reply::Answers(answers) => answers.into_iter().filter_map(Answer::slot).collect(),
             Reply::Notifications(late) => {
                 self.notifications.extend(late);
                 return;

@@ -161,14 +161,22 @@ impl<T: Slots> Ledger<T> {
         hashes: &[PageHash],
         answers: &mut Vec<Answer>,
     ) {
+        let mut before = None;
         for &hash in hashes {
-            let answer = self.answer(member, node, hash);
+            let answer = self.answer(member, node, hash, before);
+            before = answer.slot();
             answers.push(answer);
         }
     }
 
-    fn answer(&mut self, member: MemberId, node: Node, hash: PageHash) -> Answer {
-        match self.stable.find(node, self.key(hash)) {
+    fn answer(
+        &mut self,
+        member: MemberId,
+        node: Node,
+        hash: PageHash,
+        before: Option<StableSlot>,
+    ) -> Answer {
+        match self.stable.find(node, self.key(hash), before) {
             Found::Full => Answer::Wanted,
             Found::Available(number) if self.may_reserve(member, 1) => {
                 let slot = self.stable.reserve(number);

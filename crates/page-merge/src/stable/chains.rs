@@ -17,9 +17,12 @@ impl Chains {
         self.chains.contains_key(&hash)
     }
 
-    /// The page of a chain with the most references among those with fewer than `most`.
+    /// The page of a chain with the most references among those with fewer than `most`; the first
+    /// of several.
     pub(super) fn fullest_below(&self, hash: PageHash, most: u16) -> Option<u32> {
-        self.chains.get(&hash)?.range(..(most, 0)).next_back().map(|(_, number)| *number)
+        let chain = self.chains.get(&hash)?;
+        let (references, _) = *chain.range(..(most, 0)).next_back()?;
+        chain.range((references, 0)..).next().map(|(_, number)| *number)
     }
 
     /// Adds a page with a content that another page already has.

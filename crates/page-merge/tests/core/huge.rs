@@ -1,5 +1,6 @@
 //! Huge pages are kept unless they are cold and mostly duplicate.
 
+use ebb_page_merge::Settings;
 use ebb_page_merge::testing::Guest;
 
 use crate::support::{Host, eager};
@@ -242,4 +243,32 @@ fn a_huge_page_of_one_content_is_merged_with_itself() {
     guest.make_huge(0);
     host.settle();
     assert_eq!(host.counts(), (1, 511, 0, 0));
+}
+
+/// Such as a guest's page structures of free memory. Each copy of one stable page takes a mapping of
+/// its own, and neighbours of which each is on the next stable page take one together.
+#[test]
+fn pages_of_one_content_take_few_mappings() {
+    const BLOCKS: u64 = 8;
+    let mut host = Host::new(Settings { most_copies: 64, ..eager() });
+    let guest = host.guest(BLOCKS * 512);
+    (0..BLOCKS * 512).for_each(|pfn| guest.write(pfn, 7));
+    (0..BLOCKS).for_each(|block| guest.make_huge(block * 512));
+    host.settle();
+    let statistics = host.merger.statistics();
+    assert_eq!(statistics.merged_pages, BLOCKS * 512);
+    assert!(statistics.pages_shared <= 65, "{statistics:?}");
+    assert!(guest.mappings() <= BLOCKS as usize * 10, "{}", guest.mappings());
+}
+
+/// Few neighbours have one stable page.
+#[test]
+fn few_equal_neighbours_are_one_stable_page() {
+    let mut host = Host::new(Settings { most_copies: 64, ..eager() });
+    let guest = host.guest(512);
+    (0..512).for_each(|pfn| guest.write(pfn, 1000 + pfn / 15));
+    host.settle();
+    let statistics = host.merger.statistics();
+    assert_eq!(statistics.merged_pages, 512);
+    assert_eq!(statistics.pages_shared, 512_u64.div_ceil(15));
 }

@@ -103,7 +103,8 @@ struct Play {
 
 impl Play {
     fn new(huge: bool) -> Self {
-        let settings = Settings { max_page_sharing: 4, huge_min_duplicates: 100, ..eager() };
+        let settings =
+            Settings { max_page_sharing: 4, most_copies: 3, huge_min_duplicates: 100, ..eager() };
         let world = World::new();
         let mut hosts = [0, 1].map(|domain| Host::in_world(&world, domain, settings.clone()));
         for number in 0..MACHINES {

@@ -109,7 +109,7 @@ fn metadata_of(copies: u64) -> f64 {
     let world = World::new();
     let guest = world.guest(&[PageRange::new(Pfn(0), PAGES)]);
     (0..PAGES).for_each(|pfn| guest.write(pfn, 1 + pfn / copies));
-    let settings = Settings { run: Run::Merge, ..Settings::default() };
+    let settings = Settings { run: Run::Merge, most_copies: 1, ..Settings::default() };
     let store = StablePages::new(world.slots(0));
     let mut merger = Merger::new(guest.memory(), store, Secret([1; 32]), settings).unwrap();
     for _ in 0..3 {

@@ -29,6 +29,7 @@ pub fn eager() -> Settings {
         smart_scan: false,
         clean_passes: 1,
         max_page_sharing: ebb_page_merge::MAX_PAGE_SHARING,
+        most_copies: 1,
         ..Settings::default()
     }
 }

@@ -234,7 +234,7 @@ impl Testbed<'_> {
                 let thread = merging::kernel_thread()?;
                 merging::running_ns(thread, thread)?
             }
-            Merging::Owner(_) => {
+            Merging::Owner(_) | Merging::Alone => {
                 let times =
                     self.guests.iter().map(|guest| merging::monitor_running_ns(guest.pid()));
                 times.sum::<Result<u64, LabError>>()?
@@ -243,16 +243,24 @@ impl Testbed<'_> {
         Ok(Duration::from_nanos(ns).as_secs_f64())
     }
 
-    /// The shared pages of all guests according to the broker or kernel.
+    /// The shared pages of these guests according to the broker, the kernel, or each monitor that
+    /// shares none with others.
     ///
     /// # Errors
-    /// [`LabError::Merging`].
-    pub fn shared(&self) -> Result<SharedCounts, LabError> {
+    /// [`LabError::Merging`], [`LabError::Guest`].
+    pub fn shared(&mut self, guests: &[u32]) -> Result<SharedCounts, LabError> {
         match (&self.broker, &self.ksm) {
-            (Some(broker), _) => broker.shared(),
-            (None, Some(ksm)) => ksm.shared(),
-            (None, None) => Ok(SharedCounts::default()),
+            (Some(broker), _) => return broker.shared(),
+            (None, Some(ksm)) => return ksm.shared(),
+            (None, None) => {}
         }
+        let mut counts = SharedCounts::default();
+        for guest in guests {
+            let statistics = self.merge_info(*guest)?.statistics.unwrap_or_default();
+            counts.pages_shared += statistics.pages_shared.unwrap_or(0);
+            counts.pages_sharing += statistics.pages_sharing.unwrap_or(0);
+        }
+        Ok(counts)
     }
 
     /// Surveys the merged pages of guests from outside; each guest has a node of the host.

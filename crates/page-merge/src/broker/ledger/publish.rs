@@ -56,7 +56,9 @@ impl<T: Slots> Ledger<T> {
 
     /// A stable page with this content and room for one more sharer.
     fn find(&self, node: Node, hash: PageHash, content: &[u8]) -> Option<Number> {
-        let Found::Available(number) = self.stable.find(node, self.key(hash)) else { return None };
+        let Found::Available(number) = self.stable.find(node, self.key(hash), None) else {
+            return None;
+        };
         let mut stable = [0; PAGE];
         self.slots().read(self.stable.slot(number), &mut stable).ok()?;
         (stable == content).then_some(number)
