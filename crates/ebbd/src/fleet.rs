@@ -167,8 +167,9 @@ impl Fleet {
 
     /// The machine of this name, and its place: the first of several that count.
     pub fn named(&self, name: &str) -> Option<(&Place, &Link)> {
-        let mut counted = self.counted();
-        counted.find(|(_, link, _)| link.name == name).map(|(place, link, _)| (place, link))
+        let domains = self.domains();
+        let mut named = self.links().filter(|(_, link)| link.name == name);
+        named.find(|(place, link)| link.view().is_also(place, &domains).is_none())
     }
 
     /// The machine at a place.

@@ -67,9 +67,8 @@ pub struct StoreCounts {
 /// Stable pages of one domain, by node ([`Node::ANY`] where nodes are not kept apart).
 pub trait StableStore {
     /// Appends an answer for each hash, of pages in their order. With the answer
-    /// [`Answer::Stable`] the slot is *reserved*
-    /// for one more sharer until [`shared`](Self::shared) or [`unused`](Self::unused) is called for
-    /// it.
+    /// [`Answer::Stable`] the slot is *reserved* for one more sharer until
+    /// [`shared`](Self::shared) or [`unused`](Self::unused) is called for it.
     fn query(
         &mut self,
         node: Node,
