@@ -92,12 +92,15 @@ done
 
 check 'units'
 grep -q 'start.* ebbd.service' "$tree/tmp/systemctl" || fail 'ebbd is not started'
+! grep -q ebb-merge-broker "$tree/tmp/systemctl" || fail 'something is done to the broker'
 asked 'start.* ebb-guest-agent.service'
 equal "the daemon's unit" "$(enabled ebbd)" enabled
 equal 'the unit after installation' "$(enabled)" enabled
 quietly systemd-analyze verify --man=no /lib/systemd/system/ebb-guest-agent.service
 equal 'complaints of systemd' "$(grep ebb-guest-agent "$log" || true)" ''
-equal 'units of ebb' "$(inside dpkg -L ebb | grep -c systemd || true)" 0
+equal 'units of ebb' "$(inside dpkg -L ebb | grep '\.service$' || true)" \
+    /lib/systemd/system/ebb-merge-broker.service
+equal "the broker's unit" "$(enabled ebb-merge-broker)" disabled
 inside systemctl.real --root=/ disable ebb-guest-agent >"$log" 2>&1 || fail 'disable'
 
 check 'upgrade'
@@ -111,10 +114,8 @@ check 'remove'
 quietly apt-get remove -y ebb ebbd ebb-guest-agent
 asked 'stop.* ebb-guest-agent.service'
 equal 'programs left' "$(ls "$tree/usr/bin" | grep -c ebb || true)" 0
-# The recommendation of ebbd, whose configuration is left, keeps a record of ebb.
-equal 'status of ebb' "$(inside dpkg-query -W -f '${db:Status-Status}' ebb 2>/dev/null || true)" \
-    not-installed
-equal 'status of ebbd' "$(inside dpkg-query -W -f '${db:Status-Status}' ebbd)" config-files
+equal 'status' "$(inside dpkg-query -W -f '${db:Status-Status} ' ebb ebbd)" \
+    'config-files config-files '
 check 'install again, purge'
 install new ebb ebbd ebb-guest-agent
 equal 'the unit after a second installation' "$(enabled)" enabled

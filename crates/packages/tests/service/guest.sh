@@ -9,8 +9,8 @@ check() { echo "packages: in the machine: $*"; }
 fail() {
     echo "packages: failed: $*"
     cat "$log" || true
-    systemctl status --no-pager ebbd || true
-    journalctl --no-pager -n 40 -u ebbd || true
+    systemctl status --no-pager ebbd ebb-merge-broker || true
+    journalctl --no-pager -n 40 -u ebbd -u ebb-merge-broker || true
     exit 1
 }
 quietly() { "$@" >"$log" 2>&1 || fail "$*"; }
@@ -115,7 +115,9 @@ quietly systemd-analyze verify --man=no /lib/systemd/system/ebb-merge-broker.ser
 echo "BROKER_OPTIONS='--domain blue=$(id -u member) --total 512M'" >/etc/default/ebb-merge-broker
 quietly systemctl start ebb-merge-broker
 broker=$(broker_process)
-eventually ebb merge-broker --status /run/ebb-merge/broker.sock --json
+eventually test -e /run/ebb-merge/broker.sock
+quietly ebb merge-broker --status /run/ebb-merge/broker.sock --json
+[ "$(broker_process)" = "$broker" ] || fail 'the broker has ended'
 # Members of the domain may connect, and the state is not theirs.
 [ "$(stat -c %a /run/ebb-merge/broker.sock)" = 666 ] || fail "the broker's socket"
 ! setpriv --reuid member --regid member --init-groups \
