@@ -4,12 +4,14 @@
 
 use ebb_page_merge::Nodes;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::Arc;
+use std::time::Duration;
 
 use ebb_guest_ram::{StableSegments, StableSlot};
-use ebb_page_merge::broker::{BrokerStatus, BrokerStore, MemberConfig};
+use ebb_page_merge::broker::{BrokerStatus, BrokerStore, MemberConfig, ask_status};
 use ebb_page_merge::{Answer, Node, PageHasher, StableStore};
 
 fn ebb(arguments: &[&str]) -> Output {
@@ -145,6 +147,29 @@ fn it_has_a_filter_and_no_capabilities() {
     assert_eq!(field("Seccomp:"), "2");
     assert_eq!(field("NoNewPrivs:"), "1");
     broker.end(rustix::process::Signal::INT);
+}
+
+/// Another user's question for the state is refused, and harms nobody.
+#[test]
+fn a_stranger_does_not_learn_the_state() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("not tested: only root can ask as another user");
+        return;
+    }
+    const STRANGER: u32 = 65534;
+    let mut broker = Broker::start(&["--domain", &format!("blue={STRANGER}")]);
+    broker.line();
+    let folder = broker.path.parent().expect("a folder");
+    std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o755)).expect("root may");
+    let path = broker.path.clone();
+    let asked = std::thread::spawn(move || {
+        rustix::thread::set_thread_uid(rustix::process::Uid::from_raw(STRANGER)).expect("root may");
+        ask_status(&path, Duration::from_secs(5))
+    });
+    let answer = asked.join().expect("no panic");
+    assert!(answer.is_err(), "{answer:?}");
+    let status = broker.status();
+    assert_eq!((status.clients, status.refused), (0, 1), "{answer:?}");
 }
 
 #[test]

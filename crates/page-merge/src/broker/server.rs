@@ -268,7 +268,7 @@ impl Broker {
 
     fn tell_status(&self, connection: &mut Connection) -> Result<(), Refusal> {
         let user = connection.peer.user;
-        if user != 0 && user != rustix::process::geteuid().as_raw() {
+        if !self.domains.is_trusted(user) {
             return Err(Refusal::StatusUser(user));
         }
         // Known types; writing them into memory cannot fail.
