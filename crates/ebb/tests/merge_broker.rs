@@ -152,11 +152,12 @@ fn it_has_a_filter_and_no_capabilities() {
 /// Another user's question for the state is refused, and harms nobody.
 #[test]
 fn a_stranger_does_not_learn_the_state() {
+    const STRANGER: u32 = 65534;
+
     if !rustix::process::geteuid().is_root() {
         eprintln!("not tested: only root can ask as another user");
         return;
     }
-    const STRANGER: u32 = 65534;
     let mut broker = Broker::start(&["--domain", &format!("blue={STRANGER}")]);
     broker.line();
     let folder = broker.path.parent().expect("a folder");
