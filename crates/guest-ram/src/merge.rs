@@ -20,6 +20,7 @@ mod collapse;
 mod enable;
 mod freeze;
 pub(crate) mod merging;
+mod move_shares;
 mod nodes;
 mod reanonymize;
 mod scan;

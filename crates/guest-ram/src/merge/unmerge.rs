@@ -49,14 +49,22 @@ impl MergeSession {
         part: GuestRange,
         released: &mut Vec<StableSlot>,
     ) -> io::Result<()> {
-        let Some(piece) = self.ram.piece(part) else { return Ok(()) };
+        self.while_writes_block(part, || self.replace_shares(overlaid, part, released))
+    }
+
+    /// Executes `act` while writes to `part`, for which stable files are mapped, block. `act` may
+    /// replace the mappings.
+    pub(super) fn while_writes_block(
+        &self,
+        part: GuestRange,
+        act: impl FnOnce() -> io::Result<()>,
+    ) -> io::Result<()> {
+        let piece = self.ram.piece(part).ok_or(io::ErrorKind::NotFound)?;
         let (address, size_bytes) = (piece.address, part.size_bytes() as usize);
         let waiting = &self.merging().waiting;
         // SAFETY: blocked threads are woken below, whatever happens in between.
         unsafe { waiting.watch(address, size_bytes, Watch::Writes) }?;
-        let result = waiting
-            .protect(address, size_bytes)
-            .and_then(|()| self.replace_shares(overlaid, part, released));
+        let result = waiting.protect(address, size_bytes).and_then(|()| act());
         must_succeed("a mapping of stable pages cannot be released", || {
             waiting.forget(address, size_bytes)
         });
@@ -103,7 +111,7 @@ impl MergeSession {
     }
 
     /// States of the pages of `part`, all of which are in memory.
-    fn states(&self, part: GuestRange) -> io::Result<Vec<PageState>> {
+    pub(super) fn states(&self, part: GuestRange) -> io::Result<Vec<PageState>> {
         let (Some(pagemap), Some(piece)) = (&self.ram.pagemap, self.ram.piece(part)) else {
             return Err(io::ErrorKind::Unsupported.into());
         };

@@ -9,6 +9,7 @@ mod coalesce_vmas;
 mod common;
 mod huge;
 mod mappings;
+mod move_shares;
 mod pinned;
 mod reanonymize;
 mod refused;

@@ -5,6 +5,7 @@ use std::collections::btree_map::Entry;
 use std::fs::File;
 use std::io;
 use std::ptr;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use ebb_abi::PAGE_SIZE_BYTES;
@@ -21,12 +22,21 @@ const PAGE: usize = PAGE_SIZE_BYTES as usize;
 #[derive(Debug, Default)]
 pub struct StableSegments {
     segments: RwLock<BTreeMap<u32, Arc<Segment>>>,
+    /// Higher than the number of any segment that there has been.
+    next: AtomicU32,
 }
 
 impl StableSegments {
     /// Creates an empty set.
     pub fn new() -> Arc<Self> {
         Arc::default()
+    }
+
+    /// A number for another segment, higher than all that there have been; `None` if there are no
+    /// more.
+    pub fn next_number(&self) -> Option<u32> {
+        // Relaxed: nothing but the number depends on it.
+        Some(self.next.load(Ordering::Relaxed)).filter(|number| *number < u32::MAX)
     }
 
     /// Adds a memory file as segment `segment`. It may be open for reading only.
@@ -44,6 +54,7 @@ impl StableSegments {
             });
         }
         segments.insert(segment, Arc::new(new));
+        self.next.fetch_max(segment.saturating_add(1), Ordering::Relaxed);
         Ok(())
     }
 
