@@ -96,7 +96,7 @@ impl Control {
         lock(&self.state).last_error.clone()
     }
 
-    /// Reason for the loss of the store, once it is lost.
+    /// Reason for the loss of the store, while it is lost.
     pub fn why_gone(&self) -> Option<String> {
         lock(&self.state).why_gone.clone()
     }
@@ -179,7 +179,7 @@ impl Control {
     ) {
         let mut state = lock(&self.state);
         state.statistics = statistics;
-        if state.why_gone.is_none() {
+        if state.why_gone.as_deref() != why_gone {
             state.why_gone = why_gone.map(str::to_owned);
         }
         if state.last_error.as_deref() != last_error {

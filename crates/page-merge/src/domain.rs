@@ -1,7 +1,7 @@
 //! A machine's memory within its trust domain: the record of each page, the unstable index for each
 //! node, and the domain's store of stable pages.
 
-use ebb_guest_ram::merge::MergeTarget;
+use ebb_guest_ram::{StableSlot, merge::MergeTarget};
 
 use crate::{
     blocks::{Block, Blocks, PageNumber, block_of, first_of},
@@ -86,9 +86,20 @@ pub(crate) struct Planned {
     pub(crate) target: MergeTarget,
 }
 
+/// A store that is used no longer, but by pages that are still merged.
+struct Former<S> {
+    store: S,
+    /// All its segments have lower numbers, and those of later stores do not.
+    end: u32,
+}
+
 pub(crate) struct Domain<M, S> {
     pub(crate) memory: M,
     pub(crate) store: S,
+    /// Stores used before, of which pages are still shared; the oldest is the first.
+    former: Vec<Former<S>>,
+    /// Higher than the numbers of all segments that pages have shared.
+    segments_end: u32,
     pub(crate) hasher: PageHasher,
     pub(crate) blocks: Blocks,
     /// Nodes by number; the first is [`Node::ANY`].
@@ -123,6 +134,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         memory.ranges().into_iter().all(|range| blocks.add(range)).then(|| Self {
             memory,
             store,
+            former: Vec::new(),
+            segments_end: 0,
             hasher: PageHasher::new(secret),
             blocks,
             nodes: vec![Node::ANY],
@@ -175,13 +188,54 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         NodeNumber(self.nodes.len() as u16 - 1)
     }
 
-    /// Returns the shares of pages that the owner has discarded.
+    /// Uses another store from now on, whose users hash with `secret`. Its segments have higher
+    /// numbers than those of all stores before.
+    ///
+    /// Merged pages stay merged with stable pages of the former one until they are
+    /// [moved](Self::leave_former_stores); all other contents are hashed anew.
+    pub(crate) fn renew(&mut self, store: S, secret: &Secret) {
+        let former = std::mem::replace(&mut self.store, store);
+        self.former.push(Former { store: former, end: self.segments_end });
+        self.take_released();
+        self.hasher = PageHasher::new(secret);
+        for block in 0..self.blocks.len() {
+            self.forget_contents(block);
+            self.blocks.shrink(block);
+        }
+        self.health = StoreHealth::Full;
+        self.last_error = None;
+    }
+
+    pub(crate) fn has_former_stores(&self) -> bool {
+        !self.former.is_empty()
+    }
+
+    /// Records that a page shares a slot of the store in use now.
+    pub(crate) fn note_shared(&mut self, slot: StableSlot) {
+        self.store.shared(slot);
+        self.segments_end = self.segments_end.max(slot.segment.saturating_add(1));
+    }
+
+    /// Whether the slot is not of the store in use.
+    pub(crate) fn is_former(&self, slot: StableSlot) -> bool {
+        self.former.last().is_some_and(|last| slot.segment < last.end)
+    }
+
+    /// The store that a slot is of.
+    pub(crate) fn store_of(&mut self, slot: StableSlot) -> &mut S {
+        let former = self.former.iter_mut().find(|former| slot.segment < former.end);
+        former.map_or(&mut self.store, |former| &mut former.store)
+    }
+
+    /// Returns the shares of pages that the owner has discarded, or that were moved, and drops former
+    /// stores of which nothing is shared any more.
     pub(crate) fn take_released(&mut self) {
         let mut released = Vec::new();
         self.memory.take_released(&mut released);
         for slot in released {
-            self.store.release(slot);
+            self.store_of(slot).release(slot);
         }
+        self.former.retain(|former| former.store.counts().pages_shared > 0);
     }
 
     /// Removes a page from the unstable index, if it is there.
@@ -277,7 +331,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         let mut released = Vec::new();
         let outcome = self.memory.unmerge(range, &mut released);
         for slot in released {
-            self.store.release(slot);
+            self.store_of(slot).release(slot);
         }
         self.take_released();
         if outcome.is_ok() {
@@ -331,7 +385,12 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
 
     /// The statistics so far.
     pub(crate) fn statistics(&self) -> Statistics {
-        let counts = self.store.counts();
+        let mut counts = self.store.counts();
+        for former in &self.former {
+            let former = former.store.counts();
+            counts.pages_shared += former.pages_shared;
+            counts.metadata_bytes += former.metadata_bytes;
+        }
         let merged_pages = self.blocks.count(State::Merged);
         let ksm_zero_pages = self.blocks.count(State::Zeroed);
         let pages_sharing = merged_pages.saturating_sub(counts.pages_shared);

@@ -55,7 +55,7 @@ pub(crate) struct Found {
 
 /// A page that is to become a stable page.
 #[derive(Clone, Copy, Debug)]
-struct Publish {
+pub(crate) struct Publish {
     page: PageNumber,
     hash: PageHash,
     node: NodeNumber,
@@ -65,7 +65,7 @@ struct Publish {
 
 impl Publish {
     /// A candidate that becomes a stable page itself.
-    fn own(candidate: &Candidate) -> Self {
+    pub(crate) fn own(candidate: &Candidate) -> Self {
         let Candidate { page, hash, node } = *candidate;
         Self { page, hash, node, by: page }
     }
@@ -178,7 +178,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     }
 
     /// The store's answer for each candidate; none if it fails.
-    fn ask(&mut self, round: &[Candidate]) -> Vec<Answer> {
+    pub(crate) fn ask(&mut self, round: &[Candidate]) -> Vec<Answer> {
         let mut answers = vec![Answer::Unknown; round.len()];
         if matches!(self.health, StoreHealth::Late | StoreHealth::Gone) {
             return answers;
@@ -346,22 +346,29 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     fn publish(&mut self, mut list: Vec<Publish>, pass: &Pass<'_>) -> bool {
         self.confirm_nodes(&mut list, pass);
         self.drop_short_runs(&mut list);
-        let places = self.places(&list, pass);
-        let list: Vec<(Node, Publish)> = places.into_iter().zip(list).collect();
-        let mut published = true;
-        for part in list
-            .chunk_by(|a, b| (a.0, a.1.node) == (b.0, b.1.node))
-            .flat_map(|same| same.chunks(PUBLISHED_AT_ONCE))
-        {
-            let (place, part): (Vec<Node>, Vec<Publish>) = part.iter().copied().unzip();
-            published = published && self.publish_part(place[0], &part, pass);
-            if !published {
-                for item in part.iter().filter(|item| item.page == item.by) {
-                    self.refuse(&Candidate { page: item.page, hash: item.hash, node: item.node });
-                }
-            }
+        let published = self.publish_all(&list, pass);
+        for item in list[published..].iter().filter(|item| item.page == item.by) {
+            self.refuse(&Candidate { page: item.page, hash: item.hash, node: item.node });
         }
-        published
+        published == list.len()
+    }
+
+    /// Publishes the content of pages and plans to replace them, until the store fails. Returns the
+    /// number of pages processed.
+    pub(crate) fn publish_all(&mut self, list: &[Publish], pass: &Pass<'_>) -> usize {
+        let places = self.places(list, pass);
+        let mut done = 0;
+        while done < list.len() {
+            let same =
+                |&item: &usize| (places[item], list[item].node) == (places[done], list[done].node);
+            let most = list.len().min(done + PUBLISHED_AT_ONCE);
+            let end = done + (done..most).take_while(same).count();
+            if !self.publish_part(places[done], &list[done..end], pass) {
+                break;
+            }
+            done = end;
+        }
+        done
     }
 
     /// The node on which each content is to be published: that of the page that has it, which is
@@ -493,12 +500,21 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     pub(crate) fn take_notifications(&mut self, pass: &Pass<'_>) {
         let mut notifications = Vec::new();
         self.store.take_notifications(&mut notifications);
+        let number = |node: Node| self.nodes.iter().position(|known| *known == node);
+        let stable: Vec<(NodeNumber, PageHash)> = notifications
+            .into_iter()
+            .filter_map(|(node, hash)| Some((NodeNumber(number(node)? as u16), hash)))
+            .collect();
+        self.join_waiting(&stable, pass);
+    }
+
+    /// Joins the pages that wait for partners, and whose contents have stable pages by now.
+    pub(crate) fn join_waiting(&mut self, stable: &[(NodeNumber, PageHash)], pass: &Pass<'_>) {
         let mut found = Vec::new();
-        for (node, hash) in notifications {
-            let Some(number) = self.nodes.iter().position(|known| *known == node) else { continue };
-            let node = NodeNumber(number as u16);
+        for &(node, hash) in stable {
             let mut pages = Vec::new();
-            self.unstable[number].find(hash, |page| {
+            let Some(table) = self.unstable.get(usize::from(node.0)) else { continue };
+            table.find(hash, |page| {
                 if self.blocks.record(page).hash() == hash {
                     pages.push(page);
                 }

@@ -89,13 +89,22 @@ pub trait Memory {
         released: &mut Vec<StableSlot>,
     ) -> Result<(), Self::Error>;
 
+    /// Appends the merged pages of `range` (ascending), each with the slot that it shares.
+    fn slots(&mut self, range: PageRange, slots: &mut Vec<(Pfn, StableSlot)>);
+
+    /// Makes merged pages (ascending) share other stable pages, if their content is equal: with
+    /// [`MergeOutcome::Done`] the former share is reported by
+    /// [`take_released`](Self::take_released); otherwise nothing has changed. `outcomes` gets an
+    /// entry for each.
+    fn move_shares(&mut self, pages: &[(Pfn, StableSlot)], outcomes: &mut Vec<MergeOutcome>);
+
     /// Statistics of pages that were reported as [`PageLook::Broken`].
     fn broken_cow_stats(&self) -> BrokenCowStats {
         BrokenCowStats::default()
     }
 
-    /// Slots that lost a share without a scan, because the owner discarded pages; appended once for
-    /// each page and then forgotten.
+    /// Slots that lost a share without a scan, because the owner discarded pages or shares were
+    /// moved; appended once for each page and then forgotten.
     fn take_released(&mut self, released: &mut Vec<StableSlot>);
 }
 
@@ -155,6 +164,14 @@ impl Memory for MergeSession {
         released: &mut Vec<StableSlot>,
     ) -> Result<(), MergeError> {
         Self::unmerge(self, range, released)
+    }
+
+    fn slots(&mut self, range: PageRange, slots: &mut Vec<(Pfn, StableSlot)>) {
+        Self::slots(self, range, slots);
+    }
+
+    fn move_shares(&mut self, pages: &[(Pfn, StableSlot)], outcomes: &mut Vec<MergeOutcome>) {
+        Self::move_shares(self, pages, outcomes);
     }
 
     fn broken_cow_stats(&self) -> BrokenCowStats {

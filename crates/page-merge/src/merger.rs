@@ -114,6 +114,18 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
         Ok(())
     }
 
+    /// Uses another store of stable pages from now on, for instance because the one used so far is
+    /// lost. `secret` is the one with which all users of the new store hash. The numbers of its
+    /// segments must be higher than those of all stores before.
+    ///
+    /// Merged pages stay merged: their shares are moved to stable pages of the new store, a
+    /// sixteenth of the memory in each pass.
+    pub fn renew(&mut self, mut store: S, secret: Secret) {
+        store.limit_sharing(self.settings.max_page_sharing);
+        store.merge_across_nodes(self.settings.merge_across_nodes);
+        self.domain.renew(store, &secret);
+    }
+
     /// Number of pages of the memory.
     pub fn pages(&self) -> u64 {
         self.domain.blocks.pages()

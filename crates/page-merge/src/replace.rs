@@ -1,10 +1,9 @@
 //! Replaces pages, and processes the outcome of each.
 
-use ebb_abi::{PageRange, Pfn};
+use ebb_abi::Pfn;
 use ebb_guest_ram::merge::{MergeOutcome, MergeTarget};
 
 use crate::{
-    blocks::{PageNumber, block_of},
     domain::{Domain, Pass, Planned},
     memory::Memory,
     record::{NodeNumber, Record, State},
@@ -140,7 +139,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 let record = match item.target {
                     MergeTarget::Zero => record.with(State::Zeroed, 0),
                     MergeTarget::Slot(slot) => {
-                        self.store.shared(slot);
+                        self.note_shared(slot);
                         record.on(home.unwrap_or(NodeNumber::NONE)).with(State::Merged, 0)
                     }
                 };
@@ -164,58 +163,6 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 self.counters.replaced_gone += 1;
                 self.set_state(item.page, Record::UNKNOWN);
             }
-        }
-    }
-
-    /// Looks up the present nodes of merged pages (ascending), and compares them with the former
-    /// ones. Where nodes are kept apart, pages on another node are unmerged.
-    pub(crate) fn note_nodes_of_merged(&mut self, pages: &[PageNumber], pass: &Pass<'_>) {
-        let pfns: Vec<Pfn> = pages.iter().filter_map(|&page| self.blocks.pfn(page)).collect();
-        let nodes = self.nodes_now(&pfns);
-        let mut moved = Vec::new();
-        for ((&page, pfn), node) in pages.iter().zip(pfns).zip(nodes) {
-            let record = self.blocks.record(page);
-            let Some(node) = node else { continue };
-            let home = if record.node() == NodeNumber::NONE { node } else { record.node() };
-            let remote = node != home;
-            if remote && pass.are_apart() {
-                moved.push((page, pfn));
-            } else {
-                self.blocks.set(page, record.on(home).with(State::Merged, u64::from(remote)));
-            }
-        }
-        let are_one_run = |a: &(PageNumber, Pfn), b: &(PageNumber, Pfn)| {
-            a.1.0 + 1 == b.1.0 && block_of(a.0) == block_of(b.0)
-        };
-        for run in moved.chunk_by(are_one_run) {
-            self.unmerge_moved(run);
-        }
-    }
-
-    /// Unmerges neighbours in a block whose stable pages are on the wrong node. Those get no more
-    /// sharers.
-    fn unmerge_moved(&mut self, run: &[(PageNumber, Pfn)]) {
-        let range = PageRange::new(run[0].1, run.len() as u64);
-        let mut released = Vec::new();
-        let outcome = self.memory.unmerge(range, &mut released);
-        for slot in released {
-            self.store.retire(slot);
-            self.store.release(slot);
-        }
-        match &outcome {
-            Ok(()) => self.counters.moved_pages += range.pages,
-            // Some may be unmerged: the next scan finds out.
-            Err(error) => self.note_memory_error(error),
-        }
-        for &(page, _) in run {
-            let record = self.blocks.record(page);
-            self.set_state(
-                page,
-                match outcome {
-                    Ok(()) => record.on(NodeNumber::NONE).with(State::Watched, 0),
-                    Err(_) => record.with(State::Merged, 1),
-                },
-            );
         }
     }
 }

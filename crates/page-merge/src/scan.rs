@@ -28,7 +28,7 @@ const MOST_DOUBLINGS: u32 = 6;
 
 /// Whether a hash that a page has had is that of its content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Known {
+pub(crate) enum Known {
     /// Yes: it would have been found written to.
     Trusted,
     /// It may have changed.
@@ -37,10 +37,10 @@ enum Known {
 
 /// The content of a page.
 #[derive(Clone, Copy, Debug)]
-struct PageContent {
-    page: PageNumber,
+pub(crate) struct PageContent {
+    pub(crate) page: PageNumber,
     pfn: Pfn,
-    hash: PageHash,
+    pub(crate) hash: PageHash,
 }
 
 impl<M: Memory, S: StableStore> Domain<M, S> {
@@ -83,6 +83,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
         self.collapse_if_due(number, is_whole, pass);
         if pass.is_turn_of(number) {
+            if self.has_former_stores() {
+                self.leave_former_stores(number, pass);
+            }
             self.check_nodes(number, pass);
         }
         if pass.are_apart() && pass.is_rare_turn_of(number) {
@@ -122,7 +125,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             (PageLook::Broken(slot), _) => {
                 self.counters.broken_pages += 1;
                 self.counters.written_pages += 1;
-                self.store.release(slot);
+                self.store_of(slot).release(slot);
                 // Merging it was a mistake: it counts twice.
                 self.blocks.set(page, self.blocks.record(page).older());
                 self.watch(page, pass);
@@ -258,7 +261,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
 
     /// The contents of pages, as far as they can be read. Those with a hash are read only if it is
     /// not `known` to be up to date.
-    fn contents_of(&mut self, pages: &[PageNumber], known: Known) -> Vec<PageContent> {
+    pub(crate) fn contents_of(&mut self, pages: &[PageNumber], known: Known) -> Vec<PageContent> {
         let mut contents: Vec<(PageNumber, Pfn, Option<PageHash>)> =
             Vec::with_capacity(pages.len());
         for &page in pages {

@@ -34,9 +34,10 @@ pub struct Statistics {
     /// Pages replaced by a stable page.
     pub merged_pages: u64,
     /// Merged pages whose stable page is on another node than the pages were, when last looked up.
-    /// Where nodes are kept apart such pages are unmerged immediately.
+    /// Where nodes are kept apart, their shares are moved to stable pages on the right node.
     pub remote_merged_pages: u64,
-    /// Pages that were unmerged because their stable page had moved to another node.
+    /// Shares that were moved to another stable page, because the former one was on another node or
+    /// of a lost store.
     pub moved_pages: u64,
     /// Memory of the tables, in bytes.
     pub metadata_bytes: u64,

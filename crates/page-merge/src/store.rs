@@ -137,3 +137,64 @@ pub trait StableStore {
         None
     }
 }
+
+impl<S: StableStore + ?Sized> StableStore for Box<S> {
+    fn query(
+        &mut self,
+        node: Node,
+        hashes: &[PageHash],
+        answers: &mut Vec<Answer>,
+    ) -> Result<(), StoreError> {
+        (**self).query(node, hashes, answers)
+    }
+
+    fn publish(
+        &mut self,
+        node: Node,
+        hashes: &[PageHash],
+        contents: &[u8],
+        slots: &mut Vec<StableSlot>,
+    ) -> Result<(), StoreError> {
+        (**self).publish(node, hashes, contents, slots)
+    }
+
+    fn shared(&mut self, slot: StableSlot) {
+        (**self).shared(slot);
+    }
+
+    fn unused(&mut self, slot: StableSlot) {
+        (**self).unused(slot);
+    }
+
+    fn release(&mut self, slot: StableSlot) {
+        (**self).release(slot);
+    }
+
+    fn retire(&mut self, slot: StableSlot) {
+        (**self).retire(slot);
+    }
+
+    fn merge_across_nodes(&mut self, nodes: Nodes) {
+        (**self).merge_across_nodes(nodes);
+    }
+
+    fn limit_sharing(&mut self, max_page_sharing: u32) {
+        (**self).limit_sharing(max_page_sharing);
+    }
+
+    fn counts(&self) -> StoreCounts {
+        (**self).counts()
+    }
+
+    fn take_notifications(&mut self, notifications: &mut Vec<(Node, PageHash)>) {
+        (**self).take_notifications(notifications);
+    }
+
+    fn hurry_while(&mut self, hurry: Arc<AtomicBool>) {
+        (**self).hurry_while(hurry);
+    }
+
+    fn why_gone(&self) -> Option<&str> {
+        (**self).why_gone()
+    }
+}

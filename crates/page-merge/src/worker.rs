@@ -1,9 +1,13 @@
 //! The merging thread: steps and sleeps, and answers to other threads in between.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, atomic::AtomicBool},
+    time::Duration,
+};
 
 use crate::{
     control::{Control, Life, Next},
+    hash::Secret,
     memory::Memory,
     merger::Merger,
     pace::Effort,
@@ -42,10 +46,15 @@ fn since_zero(clock: rustix::time::ClockId) -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
+/// Makes another store, and its secret, if there is one to be used now.
+pub type Renew<S> = dyn FnMut(Option<&str>, &Arc<AtomicBool>) -> Option<(S, Secret)> + Send;
+
 /// A [`Merger`] that paces itself by its settings, on a thread of its own.
 pub struct Worker<M, S> {
     merger: Merger<M, S>,
     control: Arc<Control>,
+    /// Asked for another store.
+    renew: Box<Renew<S>>,
     /// Begin of the pass; `None` if none has begun, or if it was interrupted.
     pass: Option<Duration>,
     /// Effort since the last sleep.
@@ -57,8 +66,13 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
     pub fn new(mut merger: Merger<M, S>) -> (Self, Arc<Control>) {
         let control = Control::new(merger.settings().clone());
         merger.store_mut().hurry_while(control.hurry());
-        let worker =
-            Self { merger, control: Arc::clone(&control), pass: None, effort: Effort::default() };
+        let worker = Self {
+            merger,
+            control: Arc::clone(&control),
+            renew: Box::new(|_, _| None),
+            pass: None,
+            effort: Effort::default(),
+        };
         worker.publish();
         (worker, control)
     }
@@ -67,6 +81,20 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
         let merger = &self.merger;
         let why_gone = merger.store().why_gone();
         self.control.publish(merger.statistics(), merger.last_error(), why_gone);
+    }
+
+    /// Sets what is asked for another store before each pass. It is given the reason for which the
+    /// present one is lost, if it is, and a flag: while that is set it must not wait.
+    pub fn renew_with(&mut self, renew: Box<Renew<S>>) {
+        self.renew = renew;
+    }
+
+    fn renew_store(&mut self) {
+        let hurry = self.control.hurry();
+        if let Some((store, secret)) = (self.renew)(self.merger.store().why_gone(), &hurry) {
+            self.merger.renew(store, secret);
+            self.merger.store_mut().hurry_while(hurry);
+        }
     }
 
     /// The merger.
@@ -99,6 +127,9 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
     /// Runs one step; returns the length of the following sleep, `None` for until an event.
     /// ([`run`](Self::run) calls it; call it directly only without `run`.)
     pub fn turn(&mut self, clock: &impl Clock) -> Option<Duration> {
+        if self.pass.is_none() && self.merger.settings().run == Run::Merge {
+            self.renew_store();
+        }
         let (begin, cpu) = (clock.now(), clock.cpu());
         let pass = *self.pass.get_or_insert(begin);
         let (settings, pages) = (self.merger.settings().clone(), self.merger.pages());

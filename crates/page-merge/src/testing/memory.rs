@@ -109,6 +109,28 @@ impl Inner {
         MergeOutcome::Done
     }
 
+    fn move_share(&mut self, vm: usize, pfn: Pfn, to: StableSlot) -> MergeOutcome {
+        let Some(Backing::Merged(from)) = self.vms[vm].pages.get(&pfn).map(|page| page.backing)
+        else {
+            return MergeOutcome::Gone;
+        };
+        if from == to {
+            return MergeOutcome::Gone;
+        }
+        let content = self.slots.get(&from).and_then(|stable| stable.content);
+        match self.slots.get_mut(&to) {
+            None => panic!("{pfn} should share {to:?}, which is free"),
+            Some(stable) if stable.content != content => return MergeOutcome::Different,
+            Some(stable) => stable.mapped += 1,
+        }
+        self.unmap(from);
+        self.vms[vm].released.push(from);
+        if let Some(page) = self.vms[vm].pages.get_mut(&pfn) {
+            page.backing = Backing::Merged(to);
+        }
+        MergeOutcome::Done
+    }
+
     /// Undoes a replacement of what was `before`.
     fn undo(&mut self, vm: usize, (pfn, target): (Pfn, MergeTarget), before: Page) {
         if let MergeTarget::Slot(slot) = target {
@@ -268,6 +290,35 @@ impl Memory for SimMemory {
             inner.vms[self.number].pages.insert(pfn, new);
         }
         Ok(())
+    }
+
+    fn slots(&mut self, range: PageRange, slots: &mut Vec<(Pfn, StableSlot)>) {
+        let inner = self.world.lock();
+        let pages = inner.vms[self.number].pages.range(range.start..range.end());
+        slots.extend(pages.filter_map(|(pfn, page)| match page.backing {
+            Backing::Merged(slot) => Some((*pfn, slot)),
+            _ => None,
+        }));
+    }
+
+    fn move_shares(&mut self, pages: &[(Pfn, StableSlot)], outcomes: &mut Vec<MergeOutcome>) {
+        assert!(pages.windows(2).all(|pair| pair[0].0 < pair[1].0), "not ascending: {pages:?}");
+        let mut inner = self.world.lock();
+        for (pfn, content) in std::mem::take(&mut inner.vms[self.number].races) {
+            inner.write(self.number, pfn, content);
+        }
+        let is_full = inner.vms[self.number]
+            .mappings
+            .is_some_and(|most| inner.mappings(self.number, Pfn(0)..Pfn(u64::MAX)) >= most);
+        for &(pfn, slot) in pages {
+            outcomes.push(if inner.may_fail(self.number).is_err() {
+                MergeOutcome::Busy
+            } else if is_full {
+                MergeOutcome::NoMappings
+            } else {
+                inner.move_share(self.number, pfn, slot)
+            });
+        }
     }
 
     fn take_released(&mut self, released: &mut Vec<StableSlot>) {

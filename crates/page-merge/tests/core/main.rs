@@ -5,6 +5,7 @@ mod counts;
 mod huge;
 mod model;
 mod outcomes;
+mod renewed;
 mod steady;
 mod support;
 mod switching;

@@ -35,6 +35,7 @@ enum Event {
     Run(Run),
     Step(u64),
     StoreGone(bool),
+    Renew,
     Room(bool),
     MemoryFails(usize, usize),
     Mappings(usize, Option<usize>),
@@ -88,6 +89,7 @@ fn event(huge: bool) -> impl Strategy<Value = Event> {
         3 => prop_oneof![Just(Run::Unmerge), Just(Run::Merge), Just(Run::Stop)]
             .prop_map(Event::Run),
         1 => any::<bool>().prop_map(Event::StoreGone),
+        1 => Just(Event::Renew),
         1 => any::<bool>().prop_map(Event::Room),
         1 => (machine.clone(), 1_usize..4).prop_map(|(m, n)| Event::MemoryFails(m, n)),
         1 => (machine, prop::option::of(0_usize..12)).prop_map(|(m, n)| Event::Mappings(m, n)),
@@ -193,6 +195,7 @@ impl Play {
             Event::SmartScan(on) => self.change(|settings| settings.smart_scan = on),
             Event::Run(run) => self.change(|settings| settings.run = run),
             Event::StoreGone(gone) => self.hosts[0].store().gone = gone,
+            Event::Renew => self.hosts[0].renew(),
             Event::Room(room) => self.world().set_room(room),
             Event::MemoryFails(machine, calls) => self.guest(machine).fail(calls),
             Event::Mappings(machine, most) => self.guest(machine).limit_mappings(most),
@@ -224,7 +227,7 @@ impl Play {
             let statistics = host.merger.statistics();
             assert_eq!(statistics.merged_pages, host.merged_pages());
             assert_eq!(statistics.pages_shared, host.slots_in_use());
-            assert_eq!(statistics.pages_volatile, 0);
+            assert_eq!((statistics.pages_volatile, host.former_slots()), (0, 0));
             if host.merger.settings().merge_across_nodes == Nodes::Apart {
                 assert_eq!(statistics.remote_merged_pages, 0);
             }

@@ -3,7 +3,7 @@
 use ebb_abi::{PageRange, Pfn};
 use ebb_guest_ram::StableSlot;
 use ebb_page_merge::{
-    Merger, Nodes, Run, Secret, Settings, StablePages, StableStore, Statistics,
+    Merger, Nodes, Run, Secret, Settings, StablePages, Statistics,
     testing::{Guest, SimMemory, SimSlots, UnreliableStore, World},
 };
 
@@ -16,11 +16,16 @@ pub struct Host {
     pub world: World,
     /// Distinguishes its stable pages from those of other domains of the same world.
     pub domain: u32,
+    /// Number of its stores before the present one.
+    renewed: u32,
     pub merger: Merger<SimMemory, Store>,
     pub guests: Vec<Guest>,
     /// The host has moved slots lately: pages may share one of another node until that is detected.
     pub slots_were_moved: bool,
 }
+
+/// Trust domains in one world.
+const DOMAINS: u32 = 2;
 
 /// Settings under which all equal pages are merged at once.
 pub fn eager() -> Settings {
@@ -34,14 +39,20 @@ pub fn eager() -> Settings {
     }
 }
 
+/// The store with this number, and its secret.
+fn store(world: &World, number: u32) -> (Store, Secret) {
+    let store = UnreliableStore::new(StablePages::new(world.slots(number)));
+    (store, Secret([number as u8; 32]))
+}
+
 fn merger(
     memory: SimMemory,
     world: &World,
     domain: u32,
     settings: Settings,
 ) -> Merger<SimMemory, Store> {
-    let store = UnreliableStore::new(StablePages::new(world.slots(domain)));
-    Merger::new(memory, store, Secret([domain as u8; 32]), settings).unwrap()
+    let (store, secret) = store(world, domain);
+    Merger::new(memory, store, secret, settings).unwrap()
 }
 
 impl Host {
@@ -53,7 +64,14 @@ impl Host {
     pub fn in_world(world: &World, domain: u32, settings: Settings) -> Self {
         let nothing = world.guest(&[]).memory();
         let merger = merger(nothing, world, domain, settings);
-        Self { world: world.clone(), domain, merger, guests: Vec::new(), slots_were_moved: false }
+        Self {
+            world: world.clone(),
+            domain,
+            renewed: 0,
+            merger,
+            guests: Vec::new(),
+            slots_were_moved: false,
+        }
     }
 
     /// A machine with `pages` pages from 0 on.
@@ -72,6 +90,13 @@ impl Host {
         self.merger = merger(guest.memory(), &self.world, self.domain, settings);
         self.guests.push(guest.clone());
         guest
+    }
+
+    /// Gives it another store.
+    pub fn renew(&mut self) {
+        self.renewed += 1;
+        let (store, secret) = store(&self.world, self.domain + self.renewed * DOMAINS);
+        self.merger.renew(store, secret);
     }
 
     pub fn store(&mut self) -> &mut Store {
@@ -130,14 +155,16 @@ impl Host {
         let mine: Vec<StableSlot> =
             shares.keys().copied().filter(|slot| self.is_mine(*slot)).collect();
         for slot in &mine {
-            assert_eq!(
-                u64::from(store.inner().references(*slot)),
-                shares[slot],
-                "references of {slot:?} are not its shares"
-            );
+            if !self.is_former(*slot) {
+                assert_eq!(
+                    u64::from(store.inner().references(*slot)),
+                    shares[slot],
+                    "references of {slot:?} are not its shares"
+                );
+            }
             assert_ne!(shares[slot], 0, "{slot:?} is in use without a share");
         }
-        assert_eq!(store.counts().pages_shared, mine.len() as u64);
+        assert_eq!(self.merger.statistics().pages_shared, mine.len() as u64);
         let apart = self.merger.settings().merge_across_nodes == Nodes::Apart;
         for guest in &self.guests {
             guest.check();
@@ -151,7 +178,17 @@ impl Host {
     }
 
     fn is_mine(&self, slot: StableSlot) -> bool {
-        slot.segment / 1000 == self.domain
+        slot.segment / 1000 % DOMAINS == self.domain
+    }
+
+    fn is_former(&self, slot: StableSlot) -> bool {
+        slot.segment / 1000 < self.domain + self.renewed * DOMAINS
+    }
+
+    /// Stable pages of its former stores.
+    pub fn former_slots(&self) -> u64 {
+        let shares = self.world.shares();
+        shares.keys().filter(|slot| self.is_mine(**slot) && self.is_former(**slot)).count() as u64
     }
 
     /// Stable pages of this domain.
