@@ -37,9 +37,14 @@ struct Size {
 }
 
 /// No contents are compared, so nothing is mapped.
-struct Unmapped;
+#[derive(Default)]
+struct Unmapped(u32);
 
 impl SegmentUser for Unmapped {
+    fn next_number(&mut self) -> Option<u32> {
+        self.0 += 1;
+        Some(self.0)
+    }
     fn add(&mut self, _: u32, _: File) -> io::Result<()> {
         Ok(())
     }
@@ -69,7 +74,7 @@ impl Process {
     fn member(&self) -> Result<Member, Failure> {
         let mut config = MemberConfig::new(self.path.clone(), "bench".parse()?, Nodes::Across);
         config.time_limit = LONG;
-        Ok(BrokerStore::connect(&config, Unmapped)?)
+        Ok(BrokerStore::connect(&config, Unmapped::default())?)
     }
 
     /// Private memory of the broker, without the stable pages.

@@ -360,11 +360,13 @@ const FORK: &[c_long] = &[
 ];
 
 /// Calls of the companion: requests, names of sockets, files below its directories, connections to
-/// sockets.
+/// sockets and to a broker, which must be of its user or of root.
 const COMPANION: &[c_long] = &[
     libc::SYS_connect,
     libc::SYS_fstat,
     libc::SYS_fsync,
+    libc::SYS_geteuid,
+    libc::SYS_getsockopt,
     libc::SYS_linkat,
     libc::SYS_newfstatat,
     libc::SYS_openat,

@@ -84,6 +84,7 @@ fn whatever_is_killed(scene: &Scene) {
         let mut victim = start(scene, &format!("victim{round}"), &broker, "red", &[&survivor]);
         if round == 0 {
             victim.wait_merged(HELD / 4);
+            survivor.wait_merged(HELD / 4);
         }
         a_moment(&mut random, 1500);
         victim.signal(Signal::KILL);
@@ -101,6 +102,18 @@ fn whatever_is_killed(scene: &Scene) {
         let info = survivor.merge();
         when(info.state == MergeState::Degraded && info.reason.is_some(), || format!("{info:?}"))
     });
+    // It shares what it has merged through the next one.
+    let broker = Broker::start(scene, "broker");
+    eventually("the next broker has its shares", 60, || {
+        let status = broker.status(scene);
+        let nodes = status.domains.iter().flat_map(|domain| &domain.nodes);
+        let shares: u64 = nodes.map(|node| node.sharers).sum();
+        when(shares * PAGE_BYTES >= HELD / 4, || {
+            format!("{status:?}; the machine: {:?}", survivor.merge())
+        })
+    });
+    survivor.check_held();
+    assert_eq!(survivor.merge().state, MergeState::Merging);
     // All shared memory can still be written, discarded and read.
     survivor.run(Command::Release);
     survivor.run(Command::Hold { bytes: HELD, pattern: 63 });

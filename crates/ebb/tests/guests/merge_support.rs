@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command as Program, Stdio};
 
 use ebb_lab::harness::guest_process::end_with_parent;
+use ebb_page_merge::broker::BrokerStatus;
 use ebb_vmm::api::{MergeInfo, MergeState, MergeStatistics};
 use serde_json::{Value, json};
 
@@ -193,6 +194,16 @@ impl Broker {
     /// Options that a member of a domain adds to `--memory`.
     pub fn member(&self, domain: &str) -> String {
         member(&self.socket, domain)
+    }
+
+    /// Its state.
+    #[track_caller]
+    pub fn status(&self, scene: &Scene) -> BrokerStatus {
+        let mut program = Program::new(&scene.world.ebb);
+        program.args(["merge-broker", "--json", "--status"]).arg(&self.socket);
+        let output = program.output().expect("ebb runs");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
     }
 
     /// SIGKILL.

@@ -53,6 +53,9 @@ impl MemberConfig {
 
 /// Receives the segments of a client.
 pub trait SegmentUser {
+    /// A number for another segment, higher than all that there have been, also those of other
+    /// stores; `None` if there are no more.
+    fn next_number(&mut self) -> Option<u32>;
     /// Adds a segment that later answers refer to.
     fn add(&mut self, number: u32, file: File) -> io::Result<()>;
     /// Removes a segment without shared pages.
@@ -60,6 +63,10 @@ pub trait SegmentUser {
 }
 
 impl SegmentUser for Arc<StableSegments> {
+    fn next_number(&mut self) -> Option<u32> {
+        StableSegments::next_number(self)
+    }
+
     fn add(&mut self, number: u32, file: File) -> io::Result<()> {
         Ok(StableSegments::add(self, number, file)?)
     }
@@ -73,8 +80,10 @@ impl SegmentUser for Arc<StableSegments> {
 ///
 /// Each call waits for the broker for at most [`MemberConfig::time_limit`]. Calls do not wait for a
 /// late broker, and use it again once it has answered; reservations in late answers are returned. A
-/// broker that is gone never comes back: connections cannot be made again behind a monitor's system
-/// call filters. Mapped stable pages stay valid.
+/// broker that is gone does not come back, but there may be another store for the next one
+/// ([`Merger::renew`](crate::Merger::renew)). Mapped stable pages stay valid.
+///
+/// The numbers of segments are this process's own: the stores of two brokers do not get the same.
 ///
 /// The broker frees a client's holds only when its process has ended: the one that calls
 /// [`connect`](Self::connect) or [`over`](Self::over). So a process that has stable pages mapped
@@ -100,8 +109,19 @@ pub struct BrokerStore<U> {
     notifications: Vec<(Node, PageHash)>,
     /// Shares of this client's pages by slot.
     shares: HashMap<StableSlot, u32>,
-    /// Shares and reservations by segment, of all segments that the broker has announced.
-    holds: HashMap<u32, u64>,
+    /// The segments that the broker has announced, by their numbers here.
+    known: HashMap<u32, Known>,
+    /// Their numbers here, by those of the broker.
+    numbers: HashMap<u32, u32>,
+}
+
+/// A segment.
+#[derive(Debug)]
+struct Known {
+    /// Its number at the broker.
+    number: u32,
+    /// This client's shares and reservations.
+    holds: u64,
 }
 
 impl<U: SegmentUser> BrokerStore<U> {
@@ -112,13 +132,17 @@ impl<U: SegmentUser> BrokerStore<U> {
         Self::join(Link::connect(&config.path, config.time_limit)?, config, segments)
     }
 
-    /// The same over a [connection](super::connect) that another process has made.
+    /// The same over a [connection](super::connect) that another process has made for this one. It
+    /// does not wait while `hurry` is set.
     pub fn over(
         connection: OwnedFd,
         config: &MemberConfig,
         segments: U,
+        hurry: Arc<AtomicBool>,
     ) -> Result<Self, BrokerError> {
-        Self::join(Link::over(connection, config.time_limit), config, segments)
+        let mut link = Link::over(connection, config.time_limit);
+        link.hurry_while(hurry);
+        Self::join(link, config, segments)
     }
 
     fn join(mut link: Link, config: &MemberConfig, segments: U) -> Result<Self, BrokerError> {
@@ -144,7 +168,8 @@ impl<U: SegmentUser> BrokerStore<U> {
             updates: Vec::new(),
             notifications: Vec::new(),
             shares: HashMap::new(),
-            holds: HashMap::new(),
+            known: HashMap::new(),
+            numbers: HashMap::new(),
         })
     }
 
@@ -175,10 +200,9 @@ impl<U: SegmentUser> BrokerStore<U> {
     }
 
     fn update(&mut self, change: Change, slot: StableSlot) {
-        if self.link.is_none() {
-            return;
-        }
-        self.updates.push((change, slot));
+        let known = self.known.get(&slot.segment);
+        let (Some(known), true) = (known, self.link.is_some()) else { return };
+        self.updates.push((change, StableSlot { segment: known.number, ..slot }));
         if self.updates.len().is_multiple_of(BATCH_UPDATES) {
             self.flush();
         }
@@ -199,30 +223,70 @@ impl<U: SegmentUser> BrokerStore<U> {
 
     /// Processes the broker's messages up to an answer.
     fn answer(&mut self) -> Result<Reply, BrokerError> {
-        let Some(link) = &mut self.link else {
-            return Err(BrokerError::Gone(self.why_gone.clone()));
-        };
         loop {
+            let Some(link) = &mut self.link else {
+                return Err(BrokerError::Gone(self.why_gone.clone()));
+            };
             match link.reply()? {
                 Reply::Segment { number, .. } => {
                     let file = link.descriptor()?;
-                    self.segments.add(number, File::from(file)).map_err(|error| {
-                        BrokerError::Gone(format!("its segment {number} cannot be used: {error}"))
-                    })?;
-                    self.holds.insert(number, 0);
+                    self.add_segment(number, file)?;
                 }
                 Reply::Closed(numbers) => {
                     for number in numbers {
-                        self.holds.remove(&number);
-                        self.segments.remove(number);
+                        if let Some(number) = self.numbers.get(&number) {
+                            self.forget_segment(*number);
+                        }
                     }
                 }
                 answer => {
                     self.unanswered = false;
-                    return Ok(answer);
+                    return self.localize(answer);
                 }
             }
         }
+    }
+
+    fn add_segment(&mut self, number: u32, file: OwnedFd) -> Result<(), BrokerError> {
+        let unusable = |why: &dyn std::fmt::Display| {
+            BrokerError::Gone(format!("its segment {number} cannot be used: {why}"))
+        };
+        if self.numbers.contains_key(&number) {
+            return Err(unusable(&"it has announced it before"));
+        }
+        let Some(ours) = self.segments.next_number() else {
+            return Err(unusable(&"there are no more numbers"));
+        };
+        self.segments.add(ours, File::from(file)).map_err(|error| unusable(&error))?;
+        self.numbers.insert(number, ours);
+        self.known.insert(ours, Known { number, holds: 0 });
+        Ok(())
+    }
+
+    /// An answer with this process's numbers of segments.
+    fn localize(&self, mut answer: Reply) -> Result<Reply, BrokerError> {
+        match &mut answer {
+            Reply::Slots(slots) => {
+                for slot in slots {
+                    slot.segment = self.number_of(slot.segment)?;
+                }
+            }
+            Reply::Answers(answers) => {
+                for answer in answers {
+                    if let Answer::Stable(slot) = answer {
+                        slot.segment = self.number_of(slot.segment)?;
+                    }
+                }
+            }
+            _ => {}
+        }
+        Ok(answer)
+    }
+
+    fn number_of(&self, number: u32) -> Result<u32, BrokerError> {
+        self.numbers.get(&number).copied().ok_or_else(|| {
+            BrokerError::Gone(format!("it has not announced segment {number}, which it names"))
+        })
     }
 
     /// Checks whether a late broker has caught up. Does not wait for it.
@@ -260,10 +324,11 @@ impl<U: SegmentUser> BrokerStore<U> {
             _ => return,
         };
         for slot in slots {
-            self.note_hold(slot);
-            self.drop_hold(slot);
             // The caller sends it.
-            self.updates.push((Change::Unused, slot));
+            if let Some(known) = self.known.get(&slot.segment) {
+                let slot = StableSlot { segment: known.number, ..slot };
+                self.updates.push((Change::Unused, slot));
+            }
         }
     }
 
@@ -300,9 +365,9 @@ impl<U: SegmentUser> BrokerStore<U> {
         self.why_gone.clone_from(&why);
         // The broker announces unused segments no longer.
         let unused: Vec<u32> = self
-            .holds
+            .known
             .iter()
-            .filter(|(_, holds)| **holds == 0)
+            .filter(|(_, known)| known.holds == 0)
             .map(|(&number, _)| number)
             .collect();
         for number in unused {
@@ -312,20 +377,24 @@ impl<U: SegmentUser> BrokerStore<U> {
     }
 
     fn forget_segment(&mut self, number: u32) {
-        self.holds.remove(&number);
-        self.segments.remove(number);
+        if let Some(known) = self.known.remove(&number) {
+            self.numbers.remove(&known.number);
+            self.segments.remove(number);
+        }
     }
 
     /// Counts a reservation of this client.
     fn note_hold(&mut self, slot: StableSlot) {
-        *self.holds.entry(slot.segment).or_default() += 1;
+        if let Some(known) = self.known.get_mut(&slot.segment) {
+            known.holds += 1;
+        }
     }
 
     /// Counts the end of a share or a reservation of this client.
     fn drop_hold(&mut self, slot: StableSlot) {
-        let Some(holds) = self.holds.get_mut(&slot.segment) else { return };
-        *holds = holds.saturating_sub(1);
-        if *holds == 0 && self.link.is_none() {
+        let Some(known) = self.known.get_mut(&slot.segment) else { return };
+        known.holds = known.holds.saturating_sub(1);
+        if known.holds == 0 && self.link.is_none() {
             self.forget_segment(slot.segment);
         }
     }
@@ -438,8 +507,8 @@ impl<U: SegmentUser> StableStore for BrokerStore<U> {
     }
 
     fn unused(&mut self, slot: StableSlot) {
-        self.drop_hold(slot);
         self.update(Change::Unused, slot);
+        self.drop_hold(slot);
     }
 
     fn release(&mut self, slot: StableSlot) {
@@ -449,8 +518,8 @@ impl<U: SegmentUser> StableStore for BrokerStore<U> {
                 self.shares.remove(&slot);
             }
         }
-        self.drop_hold(slot);
         self.update(Change::Released, slot);
+        self.drop_hold(slot);
     }
 
     fn retire(&mut self, slot: StableSlot) {

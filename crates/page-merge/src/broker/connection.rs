@@ -12,6 +12,7 @@ use rustix::process::Pid;
 
 use super::domains::{Membership, OutMessage};
 use super::hello::{PREAMBLE_BYTES, Role};
+use super::name::DomainName;
 use super::peer::Peer;
 use super::socket::{receive_from, send};
 
@@ -21,8 +22,10 @@ const PIECE_BYTES: usize = 64 << 10;
 /// Stage of a connection.
 #[derive(Debug)]
 pub(super) enum Stage {
-    /// No preamble yet.
+    /// No preamble yet, or an introduction.
     Stranger,
+    /// The preamble of an introduction has arrived, and its hello is missing.
+    Introducing,
     /// The preamble has arrived and the hello is missing.
     Greeting,
     /// It is a client.
@@ -38,6 +41,8 @@ pub(super) struct Connection {
     /// The process that has connected it, and from hello on the one that has sent that.
     pub(super) peer: Arc<Peer>,
     pub(super) stage: Stage,
+    /// The only domain that the process may join which the connection was made for.
+    pub(super) introduced: Option<DomainName>,
     /// Process that has sent the last bytes.
     sender: Option<Pid>,
     incoming: Vec<u8>,
@@ -62,6 +67,7 @@ impl Connection {
             socket,
             peer,
             stage: Stage::Stranger,
+            introduced: None,
             sender: None,
             incoming: Vec::new(),
             taken: 0,
@@ -116,12 +122,14 @@ impl Connection {
         self.outgoing.extend(messages);
     }
 
-    /// Makes the process that has sent the last bytes the peer.
-    pub(super) fn meet_sender(&mut self) -> io::Result<()> {
-        if self.sender.is_none_or(|sender| sender.as_raw_nonzero().get() != self.peer.pid) {
+    /// Makes the process that has sent the last bytes the peer. Returns whether it is another one.
+    pub(super) fn meet_sender(&mut self) -> io::Result<bool> {
+        let is_other =
+            self.sender.is_none_or(|sender| sender.as_raw_nonzero().get() != self.peer.pid);
+        if is_other {
             self.peer = Arc::new(self.peer.sender(self.sender)?);
         }
-        Ok(())
+        Ok(is_other)
     }
 
     /// Reads the available bytes of one sender, once. The kernel closes descriptors that come with

@@ -79,6 +79,10 @@ pub(super) enum Refusal {
     NotHeld(#[from] super::ledger::NotHeld),
     #[error("its first message was not hello")]
     NoHello,
+    #[error("another process made the connection, and did not introduce this one")]
+    NotIntroduced,
+    #[error("it was introduced as a client of domain {domain}, and wants to join {wish}")]
+    Introduced { domain: DomainName, wish: DomainName },
     #[error("it sent hello twice")]
     SecondHello,
     #[error("user {user} may not join domain {domain}; see the broker's --domain")]

@@ -74,8 +74,12 @@ pub fn server(data: &[u8]) {
 
 /// A whole client, with a broker that sends these bytes. Whatever they are, every call returns.
 pub fn client(data: &[u8]) {
-    struct Nowhere;
+    struct Nowhere(u32);
     impl SegmentUser for Nowhere {
+        fn next_number(&mut self) -> Option<u32> {
+            self.0 += 1;
+            Some(self.0)
+        }
         fn add(&mut self, _: u32, _: File) -> io::Result<()> {
             Ok(())
         }
@@ -94,7 +98,7 @@ pub fn client(data: &[u8]) {
     let Ok(domain) = "web".parse() else { return };
     let mut config = MemberConfig::new(place.0.clone(), domain, Nodes::Across);
     config.time_limit = Duration::from_secs(10);
-    if let Ok(mut store) = BrokerStore::connect(&config, Nowhere) {
+    if let Ok(mut store) = BrokerStore::connect(&config, Nowhere(0)) {
         let (mut answers, mut slots, mut notifications) = (Vec::new(), Vec::new(), Vec::new());
         let hashes = [PageHash::new(1), PageHash::new(2)];
         let known = store.query(Node::ANY, &hashes, &mut answers);

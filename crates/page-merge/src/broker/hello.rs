@@ -5,8 +5,12 @@
 //! | --- | --- |
 //! | 0..8 | `EBB-SPM` and a line feed |
 //! | 8..10 | version of the protocol, little endian |
-//! | 10 | 1: a client, 2: a query of the broker's state |
+//! | 10 | 1: a client, 2: a query of the broker's state, 3: an introduction |
 //! | 11..16 | 0 |
+//!
+//! An introduction comes before the beginning proper, from a process that makes the connection for
+//! another one: a hello, which is not answered. The other process can be a client of its domain
+//! only.
 
 use crate::settings::Nodes;
 use serde::{Deserialize, Serialize};
@@ -27,6 +31,8 @@ pub(super) const PREAMBLE_BYTES: usize = 16;
 pub(super) enum Role {
     Member,
     Status,
+    /// Of another process as a client.
+    Introduction,
 }
 
 /// An invalid preamble.
@@ -46,6 +52,7 @@ impl Role {
         bytes[10] = match self {
             Self::Member => 1,
             Self::Status => 2,
+            Self::Introduction => 3,
         };
         bytes
     }
@@ -65,6 +72,7 @@ impl Role {
         match (preamble[10], &preamble[11..]) {
             (1, [0, 0, 0, 0, 0]) => Ok(Some(Self::Member)),
             (2, [0, 0, 0, 0, 0]) => Ok(Some(Self::Status)),
+            (3, [0, 0, 0, 0, 0]) => Ok(Some(Self::Introduction)),
             _ => Err(PreambleError::Foreign),
         }
     }
@@ -103,7 +111,7 @@ mod tests {
 
     #[test]
     fn each_prefix_of_a_preamble_is_judged_like_the_whole() {
-        for role in [Role::Member, Role::Status] {
+        for role in [Role::Member, Role::Status, Role::Introduction] {
             let preamble = role.preamble();
             for length in 0..PREAMBLE_BYTES {
                 assert_eq!(Role::parse(&preamble[..length]), Ok(None));

@@ -8,12 +8,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::settings::Nodes;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SocketAddrUnix;
 
 use super::error::BrokerError;
-use super::message::{Reply, split_frame};
+use super::hello::{Hello, Role};
+use super::message::{Reply, Request, split_frame};
+use super::name::DomainName;
 use super::socket::{self, receive, send, wait};
 
 /// Maximum number of bytes read at a time.
@@ -40,7 +43,7 @@ pub(super) struct Link {
 
 impl Link {
     pub(super) fn connect(path: &Path, limit: Duration) -> Result<Self, BrokerError> {
-        Ok(Self::over(connect(path, limit)?, limit))
+        Ok(Self::over(connect_to(path, limit)?, limit))
     }
 
     pub(super) fn over(socket: OwnedFd, limit: Duration) -> Self {
@@ -161,13 +164,26 @@ impl Link {
     }
 }
 
-/// Connects to the broker at `path`, which must belong to this user or to root. Waits for at most
-/// `limit` while its queue of connections is full. System calls: `socket`, `connect`, `getsockopt`,
-/// `geteuid`.
+/// Makes a connection for another process, which can join `domain` only, whatever it says: with
+/// [`BrokerStore::over`](super::BrokerStore::over). It has the rights of this process, and the broker
+/// watches for its end.
+///
+/// System calls: those of a connection (`socket`, `connect`, `getsockopt`, `geteuid`), and `sendmsg`.
 ///
 /// # Errors
 /// [`BrokerError::Connect`], [`BrokerError::ForeignUser`], or [`BrokerError::System`].
-pub fn connect(path: &Path, limit: Duration) -> Result<OwnedFd, BrokerError> {
+pub fn connect(path: &Path, domain: DomainName, limit: Duration) -> Result<OwnedFd, BrokerError> {
+    let mut link = Link::connect(path, limit)?;
+    let mut bytes = Role::Introduction.preamble().to_vec();
+    // Where nodes are kept apart or not is the client's choice.
+    bytes.extend(Request::Hello(Hello { domain, placement: Nodes::default() }).encode());
+    link.begin(&bytes)?;
+    Ok(link.socket)
+}
+
+/// Connects to the broker at `path`, which must belong to this user or to root. Waits for at most
+/// `limit` while its queue of connections is full.
+fn connect_to(path: &Path, limit: Duration) -> Result<OwnedFd, BrokerError> {
     let failed =
         |errno: Errno| BrokerError::Connect { path: path.to_owned(), source: errno.into() };
     let address = SocketAddrUnix::new(path).map_err(failed)?;

@@ -15,7 +15,7 @@ use rustix::net::SocketFlags;
 use super::connection::{Connection, Gone, Stage};
 use super::domains::{Domains, Membership, Rest};
 use super::error::{BrokerError, Refusal};
-use super::hello::Role;
+use super::hello::{Hello, Role};
 use super::limits::Limits;
 use super::message::{Reply, Request, split_frame};
 use super::name::DomainRule;
@@ -60,6 +60,16 @@ pub struct Broker {
     accept_after: Option<Instant>,
     refused: u64,
     log_limit: LogLimit,
+}
+
+/// The hello that has arrived; `None` if more bytes are needed.
+fn take_hello(connection: &mut Connection) -> Result<Option<Hello>, Refusal> {
+    let Some((kind, body, length)) = split_frame(connection.incoming())? else { return Ok(None) };
+    let Request::Hello(hello) = Request::decode(kind, body)? else {
+        return Err(Refusal::NoHello);
+    };
+    connection.take(length);
+    Ok(Some(hello))
 }
 
 impl Broker {
@@ -226,24 +236,34 @@ impl Broker {
                 let Some(role) = connection.take_role().map_err(Refusal::from)? else {
                     return Ok(false);
                 };
-                connection.stage = Stage::Greeting;
+                connection.stage = match role {
+                    Role::Introduction if connection.introduced.is_none() => Stage::Introducing,
+                    Role::Introduction => return Err(Refusal::SecondHello.into()),
+                    Role::Member | Role::Status => Stage::Greeting,
+                };
                 if role == Role::Status {
                     self.tell_status(connection)?;
                 }
                 Ok(true)
             }
+            Stage::Introducing => {
+                let Some(hello) = take_hello(connection)? else { return Ok(false) };
+                connection.introduced = Some(hello.domain);
+                connection.stage = Stage::Stranger;
+                Ok(true)
+            }
             Stage::Greeting => {
-                let Some((kind, body, length)) =
-                    split_frame(connection.incoming()).map_err(Refusal::from)?
-                else {
-                    return Ok(false);
-                };
-                let Request::Hello(hello) = Request::decode(kind, body).map_err(Refusal::from)?
-                else {
-                    return Err(Refusal::NoHello.into());
-                };
-                connection.take(length);
-                connection.meet_sender().map_err(Refusal::Unwatched)?;
+                let Some(hello) = take_hello(connection)? else { return Ok(false) };
+                let is_other = connection.meet_sender().map_err(Refusal::Unwatched)?;
+                match &connection.introduced {
+                    // It has the rights of the process that made the connection.
+                    None if is_other => return Err(Refusal::NotIntroduced.into()),
+                    Some(domain) if *domain != hello.domain => {
+                        let (domain, wish) = (domain.clone(), hello.domain);
+                        return Err(Refusal::Introduced { domain, wish }.into());
+                    }
+                    _ => {}
+                }
                 self.check_room(connection)?;
                 let (membership, welcome) = self.domains.join(hello, connection.peer.user)?;
                 connection.stage = Stage::Member(membership);
@@ -343,8 +363,9 @@ impl Broker {
                 return;
             }
         };
-        let is_stranger =
-            |connection: &Connection| matches!(connection.stage, Stage::Stranger | Stage::Greeting);
+        let is_stranger = |connection: &Connection| {
+            matches!(connection.stage, Stage::Stranger | Stage::Introducing | Stage::Greeting)
+        };
         let strangers = self.connections.iter().filter(|(_, connection)| is_stranger(connection));
         let strangers: Vec<(u64, u32)> =
             strangers.map(|(&id, connection)| (id, connection.peer.user)).collect();

@@ -37,13 +37,15 @@ pub(super) fn send(
 ) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let descriptors = descriptor.as_slice();
+    // Another process may have made the socket, and lets it block.
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
     rustix::io::retry_on_intr(|| {
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
         if !descriptors.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(descriptors))
         {
             return Err(Errno::NOBUFS);
         }
-        rustix::net::sendmsg(&socket, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL)
+        rustix::net::sendmsg(&socket, &[IoSlice::new(bytes)], &mut ancillary, flags)
     })
     .map_err(io::Error::from)
 }
@@ -58,7 +60,8 @@ pub(super) fn receive(
     loop {
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let mut slices = [IoSliceMut::new(&mut *buffer)];
-        match rustix::net::recvmsg(&socket, &mut slices, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+        match rustix::net::recvmsg(&socket, &mut slices, &mut ancillary, flags) {
             Ok(received) => {
                 for message in ancillary.drain() {
                     if let RecvAncillaryMessage::ScmRights(received) = message {

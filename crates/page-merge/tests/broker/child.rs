@@ -145,7 +145,13 @@ fn sharer(path: &Path) {
 /// Shares pages 0 to 9 over the connection that is its standard input, and waits to be killed.
 fn heir(path: &Path) {
     let connection = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
-    let mut member = Member::join_over(connection, path, "web").unwrap();
+    let mut member = match Member::join_over(connection, path, "web") {
+        Ok(member) => member,
+        Err(error) => {
+            println!("\nrefused {error}");
+            return;
+        }
+    };
     member.make(&(0..10).collect::<Vec<u64>>());
     member.take_notifications();
     println!("\nsharing");

@@ -1,13 +1,13 @@
 //! Clients that are killed.
 
 use std::process::Stdio;
-use std::time::Duration;
 
 use ebb_page_merge::broker::{Limits, NodeStatus, connect};
 use ebb_page_merge::{Answer, StableStore};
 
 use crate::child::Process;
-use crate::support::{NOTHING, Running, page, wait_until};
+use crate::raw::Raw;
+use crate::support::{LONG, NOTHING, Running, page, wait_until};
 
 #[test]
 fn a_killed_client_releases_its_own_holds_only() {
@@ -57,7 +57,7 @@ fn a_client_that_lost_its_connection_keeps_its_pages_until_its_process_ends() {
 #[test]
 fn a_client_is_the_process_that_sent_hello() {
     let broker = Running::new(Limits::default());
-    let connection = connect(&broker.path(), Duration::from_secs(5)).unwrap();
+    let connection = connect(&broker.path(), "web".parse().unwrap(), LONG).unwrap();
     let input = Stdio::from(connection.try_clone().unwrap());
     let mut heir = Process::start_with("heir", &broker.path(), input);
     heir.wait_for("sharing");
@@ -67,6 +67,23 @@ fn a_client_is_the_process_that_sent_hello() {
     // The connection lasts.
     wait_until("the end of the process", || broker.pages_of("web") == NOTHING);
     drop(connection);
+}
+
+/// It would have the rights of the process that made the connection.
+#[test]
+fn a_client_joins_only_the_domain_that_it_was_introduced_to() {
+    let broker = Running::new(Limits::default());
+    let other = connect(&broker.path(), "mail".parse().unwrap(), LONG).unwrap();
+    let unknown = Raw::connect(&broker.path()).0.into();
+    for (connection, reason) in [
+        (other, "introduced as a client of domain mail, and wants to join web"),
+        (unknown, "did not introduce this one"),
+    ] {
+        let mut heir = Process::start_with("heir", &broker.path(), Stdio::from(connection));
+        let said = heir.wait_for("refused");
+        assert!(said.contains(reason), "{said}");
+    }
+    assert_eq!(broker.status().clients, 0);
 }
 
 #[test]

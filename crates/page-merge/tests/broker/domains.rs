@@ -38,11 +38,22 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
+/// A stable page: inode of the memory file, and number of the page. Each client has its own numbers
+/// of files.
+type Place = (u64, u32);
+
+impl Member {
+    fn place(&self, slot: StableSlot) -> Place {
+        let files = self.segments.files.lock().unwrap();
+        (rustix::fs::fstat(&files[&slot.segment]).unwrap().st_ino, slot.index)
+    }
+}
+
 /// The expected state of a domain.
 #[derive(Default)]
 struct Domain {
-    /// The slot of each content, and the number of its holds.
-    stable: BTreeMap<u64, (StableSlot, usize)>,
+    /// The place of each content, and the number of its holds.
+    stable: BTreeMap<u64, (Place, usize)>,
     asked: BTreeSet<(u64, usize)>,
 }
 
@@ -70,10 +81,11 @@ impl World {
             Step::Query(client, number) => {
                 let domain = &mut self.domains[client % 2];
                 let answer = self.members[client].query(number);
-                if let Some((slot, holds)) = domain.stable.get_mut(&number) {
-                    assert_eq!(answer, Answer::Stable(*slot));
+                if let Some((place, holds)) = domain.stable.get_mut(&number) {
+                    let Answer::Stable(slot) = answer else { panic!("{answer:?}") };
+                    assert_eq!(self.members[client].place(slot), *place);
                     *holds += 1;
-                    self.clients[client].reserved.push((number, *slot));
+                    self.clients[client].reserved.push((number, slot));
                 } else {
                     let others =
                         domain.asked.iter().any(|&(asked, by)| asked == number && by != client);
@@ -83,12 +95,13 @@ impl World {
             }
             Step::Publish(client, number) => {
                 let slot = self.members[client].publish(&[number])[0];
+                let place = self.members[client].place(slot);
                 let domain = &mut self.domains[client % 2];
                 if let Some((known, holds)) = domain.stable.get_mut(&number) {
-                    assert_eq!(slot, *known);
+                    assert_eq!(place, *known);
                     *holds += 1;
                 } else {
-                    domain.stable.insert(number, (slot, 1));
+                    domain.stable.insert(number, (place, 1));
                     for &(_, by) in
                         domain.asked.iter().filter(|(asked, by)| *asked == number && *by != client)
                     {

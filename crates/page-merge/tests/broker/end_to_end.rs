@@ -1,25 +1,34 @@
 //! Machines in processes of their own that share memory through a broker.
 
-use ebb_page_merge::broker::{Limits, NodeStatus};
+use std::path::Path;
+
+use ebb_page_merge::broker::{Limits, NodeStatus, ask_status};
 
 use crate::child::Process;
 use crate::machine::{COMMON, OWN};
-use crate::support::{NOTHING, Running, wait_until};
+use crate::support::{LONG, NOTHING, Running, wait_until};
 
 impl Process {
-    fn machine(broker: &Running) -> Self {
-        let mut machine = Self::start("machine", &broker.path());
+    fn machine(path: &Path) -> Self {
+        let mut machine = Self::start("machine", path);
         machine.wait_for("ready");
         machine
     }
 
     /// Runs passes over all memory; returns the number of merged pages.
     fn scan(&mut self, passes: u32) -> u64 {
+        let (merged, errors) = self.rescan(passes);
+        assert_eq!(errors, 0, "errors of the store");
+        merged
+    }
+
+    /// Runs passes over all memory; returns the number of merged pages, and of errors of stores
+    /// so far.
+    fn rescan(&mut self, passes: u32) -> (u64, u64) {
         self.send_line(&format!("scan {passes}"));
         let said = self.wait_for("scanned");
         let (merged, errors) = said.split_once(' ').unwrap();
-        assert_eq!(errors, "0", "errors of the store");
-        merged.parse().unwrap()
+        (merged.parse().unwrap(), errors.parse().unwrap())
     }
 
     fn write(&mut self, from: u64, to: u64, content: u64) {
@@ -66,7 +75,7 @@ fn share_all(broker: &Running, machines: &mut [Process]) -> NodeStatus {
 #[test]
 fn two_machines_share_their_common_pages_and_both_keep_writing() {
     let broker = Running::new(Limits::default());
-    let mut machines = [Process::machine(&broker), Process::machine(&broker)];
+    let mut machines = [Process::machine(&broker.path()), Process::machine(&broker.path())];
     let before: Vec<u64> = machines.iter().map(Process::anonymous_pages).collect();
     let shared = share_all(&broker, &mut machines);
     let expected = NodeStatus { stable_pages: COMMON, sharers: 2 * COMMON, ..NOTHING };
@@ -117,13 +126,7 @@ fn machines_continue_when_their_broker_is_killed() {
     let path = folder.path().join("broker");
     let mut broker = Process::start("broker", &path);
     broker.wait_for("listening");
-    let mut machines: Vec<Process> = (0..2)
-        .map(|_| {
-            let mut machine = Process::start("machine", &path);
-            machine.wait_for("ready");
-            machine
-        })
-        .collect();
+    let mut machines = [Process::machine(&path), Process::machine(&path)];
     for _ in 0..4 {
         for machine in &mut machines {
             machine.scan(1);
@@ -134,12 +137,70 @@ fn machines_continue_when_their_broker_is_killed() {
         machine.assert_right("without a broker");
         machine.write(number, COMMON + OWN / 2, 1 << 52);
         machine.assert_right("written without a broker");
-        machine.send_line("scan 2");
-        machine.wait_for("scanned");
+        machine.rescan(2);
         machine.assert_right("scanned without a broker");
         machine.send_line("unmerge");
         machine.wait_for("unmerged");
         machine.assert_right("unmerged without a broker");
         assert_eq!(machine.stable_share_pages(), 0);
     }
+}
+
+/// The next broker gets the shares of all machines, and none becomes larger meanwhile than it is by
+/// what is copied at a time.
+#[test]
+fn a_broker_that_was_started_again_gets_the_shares_of_its_machines() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("broker");
+    let mut broker = Process::start("broker", &path);
+    broker.wait_for("listening");
+    let mut machines = [Process::machine(&path), Process::machine(&path)];
+    for _ in 0..4 {
+        for machine in &mut machines {
+            machine.scan(1);
+        }
+    }
+    broker.kill();
+    let mut next = Process::start("broker", &path);
+    next.wait_for("listening");
+    for machine in &mut machines {
+        machine.rescan(1);
+        machine.send_line("renew");
+        machine.wait_for("renewed");
+    }
+    let private: Vec<u64> = machines.iter().map(Process::anonymous_pages).collect();
+    for round in 0..17 {
+        for (machine, private) in machines.iter_mut().zip(&private) {
+            machine.rescan(1);
+            let now = machine.anonymous_pages();
+            assert!(now <= private + COMMON / 16, "{private} private pages became {now}");
+        }
+        for machine in &mut machines {
+            machine.assert_right("while shares are moved");
+        }
+        // Some of what is about to be moved, and some of what was.
+        let [a, b] = &mut machines;
+        a.write(round * 10, round * 10 + 5, (1 << 50) + round * 100);
+        b.write(COMMON - 10 - round * 10, COMMON - round * 10, (1 << 51) + round * 100);
+    }
+    for machine in &mut machines {
+        machine.rescan(2);
+        machine.assert_right("when shares were moved");
+    }
+    let status = ask_status(&path, LONG).unwrap();
+    let node = &status.domains[0].nodes[0];
+    // Pages that one machine has written to are the other's alone.
+    let (of_a, of_b) = (17 * 5, 17 * 10);
+    assert_eq!((node.stable_pages, node.sharers), (COMMON, 2 * COMMON - of_a - of_b));
+    // Half of a page that both have, and all of one that the other has left.
+    let share: u64 = machines.iter().map(Process::stable_share_pages).sum();
+    assert!(share <= COMMON + COMMON / 8, "{share} stable pages: those of the first are kept");
+    for machine in &mut machines {
+        machine.send_line("unmerge");
+        machine.wait_for("unmerged");
+        machine.assert_right("unmerged");
+    }
+    wait_until("the release of everything", || {
+        ask_status(&path, LONG).unwrap().domains[0].nodes[0].stable_pages == 0
+    });
 }

@@ -25,6 +25,26 @@ fn assert_serves(broker: &Running, domain: &str) {
 }
 
 #[test]
+fn an_introduction_is_one_hello_and_decides_the_domain() {
+    let broker = Running::new(Limits::default());
+    let (begin, web) = (raw::INTRODUCTION.to_vec(), raw::hello("web"));
+    for (messages, reason) in [
+        (vec![&begin, &raw::query(ANY, &[])], "first message was not hello"),
+        (vec![&begin, &web, &begin], "hello twice"),
+        (vec![&begin, &web, &PREAMBLE.to_vec(), &raw::hello("mail")], "and wants to join mail"),
+        (vec![&begin, &web, &PREAMBLE.to_vec(), &raw::ask_notifications()], "was not hello"),
+    ] {
+        let mut raw = Raw::connect(&broker.path());
+        raw.send(&messages.into_iter().flatten().copied().collect::<Vec<u8>>());
+        let refusal = raw.refusal();
+        assert!(refusal.contains(reason), "{refusal}");
+    }
+    let mut raw = Raw::connect(&broker.path());
+    raw.send(&[begin, web.clone(), PREAMBLE.to_vec(), web].concat());
+    assert_eq!(raw.answer().unwrap().0, raw::WELCOME);
+}
+
+#[test]
 fn garbage_is_refused_with_a_reason() {
     let broker = Running::new(Limits::default());
     let joined = [PREAMBLE.to_vec(), raw::hello("web")].concat();

@@ -58,7 +58,7 @@ impl Machine {
 }
 
 /// Commands: `scan N`: N passes. `write FROM TO CONTENT`: pages FROM to TO get contents from
-/// CONTENT on. `check`. `unmerge`.
+/// CONTENT on. `check`. `unmerge`. `renew`: uses the broker that listens at the same path now.
 pub fn run(path: &Path) {
     let mut machine = Machine::new(u64::from(std::process::id()));
     let segments = StableSegments::new();
@@ -66,7 +66,7 @@ pub fn run(path: &Path) {
     let memory = MergeSession::new(machine.ram.clone()).unwrap();
     let mut config = MemberConfig::new(path.to_owned(), "web".parse().unwrap(), Nodes::Across);
     config.time_limit = LONG;
-    let store = BrokerStore::connect(&config, segments).unwrap();
+    let store = BrokerStore::connect(&config, segments.clone()).unwrap();
     let secret = store.secret();
     let settings = Settings { run: Run::Merge, ..Settings::default() };
     let mut merger = Merger::new(memory, store, secret, settings).unwrap();
@@ -90,6 +90,12 @@ pub fn run(path: &Path) {
                     machine.expected[page] = content;
                 }
                 println!("\nwritten");
+            }
+            ["renew"] => {
+                let store = BrokerStore::connect(&config, segments.clone()).unwrap();
+                let secret = store.secret();
+                merger.renew(store, secret);
+                println!("\nrenewed");
             }
             ["check"] => println!("\nchecked {}", machine.is_right()),
             ["unmerge"] => {

@@ -10,6 +10,7 @@ use ebb_page_merge::PageHash;
 use crate::support::{LONG, PAGE};
 
 pub const PREAMBLE: &[u8; 16] = b"EBB-SPM\n\x01\0\x01\0\0\0\0\0";
+pub const INTRODUCTION: &[u8; 16] = b"EBB-SPM\n\x01\0\x03\0\0\0\0\0";
 pub const ANY: u32 = u32::MAX;
 
 pub const WELCOME: u8 = 65;

@@ -101,6 +101,10 @@ impl Segments {
 }
 
 impl SegmentUser for Segments {
+    fn next_number(&mut self) -> Option<u32> {
+        SegmentUser::next_number(&mut self.mapped)
+    }
+
     fn add(&mut self, number: u32, file: File) -> io::Result<()> {
         self.files.lock().unwrap().insert(number, file.try_clone()?);
         SegmentUser::add(&mut self.mapped, number, file)
@@ -138,7 +142,7 @@ impl Member {
         let (domain, placement) = (domain.parse().unwrap(), Nodes::Across);
         let config = MemberConfig::new(path.to_owned(), domain, placement);
         let segments = Segments::new();
-        let store = BrokerStore::over(connection, &config, segments.clone())?;
+        let store = BrokerStore::over(connection, &config, segments.clone(), Arc::default())?;
         Ok(Self::of(store, segments, placement))
     }
 

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use ebb_guest_ram::merge::only_node;
 use ebb_local_io::SocketFile;
+use ebb_page_merge::broker;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::net::sockopt::{Timeout, set_socket_passcred, set_socket_timeout};
@@ -586,9 +587,12 @@ impl Opened {
         if let Some(merge) = merge {
             let mut config = merge.clone();
             config.broker = config.broker.as_deref().map(absolute).transpose()?;
-            let broker = config.broker.as_deref();
-            let connection = broker.map(|path| ebb_page_merge::broker::connect(path, ARRIVAL));
-            descriptors.extend(connection.transpose()?);
+            if let Some((path, domain)) = config.member() {
+                descriptors.push(broker::connect(path, domain.clone(), ARRIVAL)?);
+                if let Some(companion) = &companion {
+                    descriptors.push(companion.keep_broker(path, domain)?.into_fd());
+                }
+            }
             request.merge = Some(MergeRequest { config, only_node: only_node() });
         }
         let images = images.into_iter().flatten().collect();

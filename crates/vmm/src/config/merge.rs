@@ -1,8 +1,9 @@
 //! Configuration of same-page merging (docs/merging.md).
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use ebb_page_merge::broker::DomainName;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -117,6 +118,12 @@ impl From<MergeConfig> for MergeOverrides {
 }
 
 impl MergeConfig {
+    /// The broker's socket and the domain, where the monitor shares pages through a broker.
+    pub(crate) fn member(&self) -> Option<(&Path, DomainName)> {
+        let domain = self.domain.as_ref().filter(|_| self.backend == MergeBackend::Owner)?;
+        Some((self.broker.as_deref()?, domain.parse().ok()?))
+    }
+
     /// Checks for contradictions.
     pub(super) fn validate(&self) -> Result<(), ConfigError> {
         let error =

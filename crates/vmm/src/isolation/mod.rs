@@ -13,9 +13,10 @@ mod namespaces;
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use ebb_local_io::SocketFile;
+use ebb_page_merge::broker::DomainName;
 use landlock::{ABI, Access as _, AccessFs, AccessNet, Ruleset, RulesetAttr as _, RulesetStatus};
 use rustix::process::{DumpableBehavior, Resource, Rlimit};
 use rustix::thread::CoreSchedulingScope;
@@ -27,7 +28,7 @@ use crate::config::Switch;
 
 pub use cgroup::CgroupConfig;
 pub use companion::{
-    COMPANION_COMMAND, Companion, CompanionError, KeptName, RANDOM_PORT, VsockLink,
+    COMPANION_COMMAND, Companion, CompanionError, ConnectLink, KeptName, RANDOM_PORT,
     serve as serve_companion,
 };
 pub(crate) use companion::{NO_DIRECTORY, NewFile};
@@ -224,7 +225,8 @@ pub(crate) struct Isolation {
     info: IsolationInfo,
 }
 
-/// Whether a monitor listens on sockets with names, which must be removed at its end.
+/// Whether a monitor listens on sockets with names, which must be removed at its end, or connects to
+/// some later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sockets {
     /// It does.
@@ -354,9 +356,19 @@ impl Isolation {
     pub(crate) fn keep_vsock(
         &self,
         file: SocketFile,
-    ) -> Result<(KeptName, VsockLink), IsolationError> {
+    ) -> Result<(KeptName, ConnectLink), IsolationError> {
         let companion = self.companion.as_ref().ok_or(CompanionError::None)?;
         Ok(companion.keep_vsock(file)?)
+    }
+
+    /// Leaves connections with the machine's merge broker to the companion, if there is one.
+    pub(crate) fn keep_broker(
+        &self,
+        path: &Path,
+        domain: DomainName,
+    ) -> Result<Option<ConnectLink>, IsolationError> {
+        let companion = self.companion.as_ref();
+        Ok(companion.map(|companion| companion.keep_broker(path, domain)).transpose()?)
     }
 
     /// Leaves the host's file system and sets the resource limits. The main thread then drops its

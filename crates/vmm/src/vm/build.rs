@@ -95,7 +95,7 @@ pub(super) fn build(
     filters: &Filters,
     exit: &Arc<ExitSignal>,
 ) -> Result<Built, VmError> {
-    let Resources { disks: disk_files, nets, vsock } = resources;
+    let Resources { disks: disk_files, nets, vsock, broker } = resources;
     // The cheapest checks first: files, then KVM, then memory.
     let image = open_image(&config, &mut origin)?;
     let forkable = match &mut origin {
@@ -118,7 +118,7 @@ pub(super) fn build(
         Origin::Fork(inherited) => inherited.merging.take(),
         _ => None,
     };
-    let start_merging = || Merging::start(&config.memory.merge, &ram, filters, exit);
+    let start_merging = || Merging::start(&config.memory.merge, &ram, broker, filters, exit);
     let merging = merging.unwrap_or_else(start_merging);
     let userfaultfd = match &mut origin {
         Origin::Fork(inherited) => UserfaultfdBy::Client(inherited.userfaultfd.take()),

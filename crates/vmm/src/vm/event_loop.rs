@@ -145,7 +145,8 @@ fn run_machine(
         None => config.api.as_deref().map(ApiSocket::bind).transpose()?,
     };
     let has_names = config.api.is_some() || config.vsock.is_some();
-    let sockets = if has_names { Sockets::Some } else { Sockets::None };
+    let has_sockets = has_names || config.memory.merge.broker.is_some();
+    let sockets = if has_sockets { Sockets::Some } else { Sockets::None };
     // In the host's network namespace.
     prepare(&mut config)?;
     let nets = open_all(&config.nets)?;

@@ -20,7 +20,7 @@ use crate::config::{ConfigError, RebootAction, VmConfig};
 use crate::cpu::state::MsrList;
 use crate::devices::virtio::block::{DiskFiles, DiskLock};
 use crate::devices::virtio::net::OpenNet;
-use crate::isolation::Isolation;
+use crate::isolation::{ConnectLink, Isolation};
 use crate::layout;
 use crate::snapshot::file::RAM_OFFSET_BYTES;
 use crate::snapshot::processor::Processor;
@@ -124,6 +124,8 @@ pub(super) struct Resources {
     pub nets: Vec<OpenNet>,
     /// Sockets of the socket device.
     pub vsock: Option<VsockSockets>,
+    /// What connects with the merge broker again.
+    pub broker: Option<ConnectLink>,
 }
 
 impl Resources {
@@ -139,7 +141,10 @@ impl Resources {
         let disks = disks.collect::<Result<_, _>>()?;
         let vsock = config.vsock.as_ref();
         let vsock = vsock.map(|vsock| VsockSockets::open(vsock, isolation)).transpose()?;
-        Ok(Self { disks, nets, vsock })
+        let broker = config.memory.merge.member();
+        let broker =
+            broker.map(|(path, domain)| isolation.keep_broker(path, domain)).transpose()?;
+        Ok(Self { disks, nets, vsock, broker: broker.flatten() })
     }
 }
 

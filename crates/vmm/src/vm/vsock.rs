@@ -14,7 +14,7 @@ use crate::api::vm::VsockInfo;
 use crate::config::VsockConfig;
 use crate::devices::virtio::mmio::MmioTransport;
 use crate::devices::virtio::vsock::{Vsock, most_connections};
-use crate::isolation::{Isolation, KeptName, VsockLink};
+use crate::isolation::{ConnectLink, Isolation, KeptName};
 
 /// Length of the listener's queue.
 pub(crate) const BACKLOG: i32 = 1024;
@@ -23,7 +23,7 @@ pub(crate) const BACKLOG: i32 = 1024;
 pub(super) struct VsockSockets {
     pub config: VsockConfig,
     pub listener: std::os::fd::OwnedFd,
-    pub link: VsockLink,
+    pub link: ConnectLink,
     pub name: KeptName,
 }
 

@@ -1,11 +1,9 @@
 //! Kills of a broker of shared pages, and of its clients.
 
-use std::process::Command as Program;
 use std::time::Duration;
 
 use ebb_agent::protocol::Command;
 use ebb_agent::random::Random;
-use ebb_page_merge::broker::BrokerStatus;
 use ebb_vmm::api::MergeState;
 use rustix::process::Signal;
 
@@ -19,20 +17,12 @@ const MERGING: Duration = Duration::from_millis(2500);
 /// Memory that each machine writes, in bytes; no page of it occurs twice in one machine.
 const WRITTEN: u64 = 16 * MIB;
 
-fn status(scene: &Scene, broker: &Broker) -> BrokerStatus {
-    let mut program = Program::new(&scene.world.ebb);
-    program.args(["merge-broker", "--json", "--status"]).arg(&broker.socket);
-    let output = program.output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    serde_json::from_slice(&output.stdout).unwrap()
-}
-
 /// Waits until the broker counts `clients`, and neither lost ones nor shares in preparation; with
 /// no clients, no shared pages either.
 #[track_caller]
 fn wait_clients(scene: &Scene, broker: &Broker, clients: usize) {
     eventually("the broker's accounts are in order", 30, || {
-        let status = status(scene, broker);
+        let status = broker.status(scene);
         let nodes = || status.domains.iter().flat_map(|domain| &domain.nodes);
         let reserved: u64 = nodes().map(|node| node.reservations).sum();
         let shared: u64 = nodes().map(|node| node.sharers + node.stable_pages).sum();
@@ -63,7 +53,7 @@ fn merge_for_a_while(random: &mut Random, guest: &Guest) -> bool {
 pub(super) fn of_broker_and_clients(scene: &Scene) {
     let mut random = moments(scene);
     let mut broker = Broker::start(scene, BROKER);
-    let mut survivor = member(scene, &broker, "survivor", &[]);
+    let survivor = member(scene, &broker, "survivor", &[]);
     let (mut while_merged, all) = (0, kills(2));
     for round in 0..all {
         let mut other = member(scene, &broker, &format!("other{round}"), &[&survivor]);
@@ -88,10 +78,15 @@ pub(super) fn of_broker_and_clients(scene: &Scene) {
         }
         // In place of the socket that the killed one has left.
         broker = Broker::start(scene, BROKER);
-        wait_clients(scene, &broker, 0);
+        // They find it, and share through it what they shared through the killed one.
+        wait_clients(scene, &broker, 2);
+        merge_for_a_while(&mut random, &survivor);
+        for guest in [&survivor, &other] {
+            guest.check_held();
+        }
         other.end();
-        survivor.end();
-        survivor = member(scene, &broker, "survivor", &[]);
+        wait_clients(scene, &broker, 1);
+        assert_eq!(survivor.merge().state, MergeState::Merging);
     }
     println!("    broker: {all} kills, {while_merged} with merged pages");
     survivor.end();

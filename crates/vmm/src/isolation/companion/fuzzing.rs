@@ -18,7 +18,7 @@ use rustix::net::Shutdown;
 
 use super::message::{Reply, Request};
 use super::{
-    AllowedDirectory, Companion, CompanionError, KeptName, NewFile, VsockLink, pair, serve,
+    AllowedDirectory, Companion, CompanionError, ConnectLink, KeptName, NewFile, pair, serve,
 };
 use crate::config::Switch;
 use crate::fuzzing::{self, Input, Leak, prepared};
@@ -104,7 +104,7 @@ fn send_requests(data: &[u8]) -> io::Result<()> {
     let hostile = ours.try_clone()?;
     let thread = std::thread::spawn(move || serve::serve_on(&theirs));
     let companion = Companion::over(ours);
-    let ready = || -> Result<(KeptName, VsockLink), CompanionError> {
+    let ready = || -> Result<(KeptName, ConnectLink), CompanionError> {
         let name = companion.keep_vsock(given)?;
         companion
             .allow(&AllowedDirectory::open(&path("allowed")).map_err(CompanionError::Start)?)?;
@@ -174,6 +174,12 @@ fn send_one(
             let name = input.one(&["other", "snapshot", "../outside/snapshot", "."]).into();
             Some(Request::Keep { name })
         }
+        2 if input.rarely() => {
+            is_answered = false;
+            descriptors.push(leak.descriptor());
+            let domain = "red".parse().map_err(io::Error::other)?;
+            Some(Request::Broker { path: scene.join("sockets/other"), domain })
+        }
         2 => {
             is_answered = false;
             descriptors.push(directory);
@@ -228,7 +234,7 @@ fn send_one(
 
 /// Sends a vsock device's requests: ports, and anything else. An answer comes to each port, and a
 /// socket only for the one that has a listener.
-fn connect_some(input: &mut Input<'_>, link: &VsockLink, leak: &Leak) -> io::Result<()> {
+fn connect_some(input: &mut Input<'_>, link: &ConnectLink, leak: &Leak) -> io::Result<()> {
     let wait = || poll(&mut [PollFd::new(link, PollFlags::IN)], Some(&fuzzing::PATIENCE));
     for _ in 0..input.below(8) {
         let port = u32::from(input.byte() % 4);

@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use ebb_page_merge::broker::DomainName;
 use serde::{Deserialize, Serialize};
 
 use crate::config::Switch;
@@ -27,6 +28,9 @@ pub(super) enum Request {
     /// Serve [`Connect`] requests on the socket that comes with the message, for sockets in the
     /// directory that comes before it: their names are `name`, `_` and a port. Only before `Begin`.
     Vsock { name: OsString },
+    /// Serve [`Connect`] requests on the socket that comes with the message, with connections to the
+    /// merge broker at `path` for a client of `domain`. Only before `Begin`.
+    Broker { path: PathBuf, domain: DomainName },
     /// Go on as two processes: the new one serves another monitor on the socket that comes with the
     /// message, with the standard error that comes after it. Only before all other requests.
     Split,
@@ -57,17 +61,18 @@ impl Request {
                 | Self::Allow { .. }
                 | Self::AllowImages { .. }
                 | Self::Vsock { .. }
+                | Self::Broker { .. }
                 | Self::Split
         )
     }
 }
 
-/// The only request on the socket of a vsock device: a connection to the socket of this port, which
-/// comes with the answer.
+/// The only request on a socket for connections: one to the socket of this port of a vsock device,
+/// or to the merge broker, which comes with the answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Connect {
-    /// The port.
+    /// The port; 0 for the broker.
     pub port: u32,
 }
 

@@ -6,6 +6,8 @@
 //! up its rights, ends with the monitor, however that ends, and then removes the monitor's sockets
 //! and its cgroup.
 
+mod broker;
+mod connect;
 #[cfg(any(test, feature = "testing"))]
 mod fuzzing;
 mod message;
@@ -22,6 +24,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use ebb_local_io::SocketFile;
+use ebb_page_merge::broker::DomainName;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::net::sockopt::Timeout;
@@ -33,15 +36,16 @@ use crate::packet;
 use super::cgroup::NewCgroup;
 use message::{Reply, Request};
 
+pub use connect::ConnectLink;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use connect::TestCompanion;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use fuzzing::fuzz_allowed_directory;
 #[cfg(any(test, feature = "testing"))]
 pub use fuzzing::{fuzz_companion_replies, fuzz_companion_requests};
 pub(crate) use serve::NO_DIRECTORY;
 pub use serve::serve;
-#[cfg(any(test, feature = "testing"))]
-pub(crate) use vsock::TestCompanion;
-pub use vsock::{RANDOM_PORT, VsockLink};
+pub use vsock::RANDOM_PORT;
 
 /// Command of the program that [`serve`]s; it is not for users.
 pub const COMPANION_COMMAND: &str = "companion";
@@ -222,12 +226,24 @@ impl Companion {
     pub(crate) fn keep_vsock(
         &self,
         socket: SocketFile,
-    ) -> Result<(KeptName, VsockLink), CompanionError> {
+    ) -> Result<(KeptName, ConnectLink), CompanionError> {
         let (directory, name) = vsock::place(socket.path()).map_err(CompanionError::Start)?;
         let kept = self.keep(socket)?;
         let (ours, theirs) = pair().map_err(CompanionError::Start)?;
         self.prepare(&Request::Vsock { name }, &[directory.as_fd(), theirs.as_fd()])?;
-        Ok((kept, VsockLink::new(ours).map_err(CompanionError::Start)?))
+        Ok((kept, ConnectLink::new(ours).map_err(CompanionError::Start)?))
+    }
+
+    /// Makes the companion connect to the merge broker at `path`, which must be absolute, whenever
+    /// it is asked to, for a client of `domain`. Only before [`begin`](Self::begin).
+    pub(crate) fn keep_broker(
+        &self,
+        path: &Path,
+        domain: DomainName,
+    ) -> Result<ConnectLink, CompanionError> {
+        let (ours, theirs) = pair().map_err(CompanionError::Start)?;
+        self.prepare(&Request::Broker { path: path.to_owned(), domain }, &[theirs.as_fd()])?;
+        ConnectLink::new(ours).map_err(CompanionError::Start)
     }
 
     /// Makes the companion remove a cgroup at the end. Only before [`begin`](Self::begin).

@@ -14,8 +14,10 @@ use landlock::{
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
+use super::broker::BrokerServer;
+use super::connect::{ConnectThread, serve as serve_connections};
 use super::message::{Reply, Request};
-use super::vsock::{VsockServer, VsockThread};
+use super::vsock::VsockServer;
 use crate::config::Switch;
 use crate::forked::{Side, fork, put_in_place};
 use crate::packet;
@@ -46,10 +48,12 @@ struct Server {
     allowed: Vec<(PathBuf, OwnedFd)>,
     /// Directories below which images are opened.
     images: Vec<(PathBuf, OwnedFd)>,
-    /// Requests of a vsock device, until they are served.
-    vsock: Option<VsockServer>,
-    /// The thread that serves them.
-    vsock_thread: Option<VsockThread>,
+    /// What connects for a vsock device, and the socket for requests, until it is served.
+    vsock: Option<(VsockServer, OwnedFd)>,
+    /// The same for merging.
+    broker: Option<(BrokerServer, OwnedFd)>,
+    /// The threads that connect.
+    threads: Vec<ConnectThread>,
     /// A snapshot that is being written.
     snapshot: Option<NewSnapshot>,
 }
@@ -132,9 +136,7 @@ pub(super) fn serve_on(socket: &OwnedFd) -> io::Result<Option<Another>> {
     if let Some((parent, name)) = &server.cgroup {
         remove_cgroup(parent, name);
     }
-    if let Some(thread) = server.vsock_thread {
-        thread.end();
-    }
+    server.threads.into_iter().for_each(ConnectThread::end);
     served
 }
 
@@ -169,6 +171,7 @@ impl Server {
             | Request::Allow { .. }
             | Request::AllowImages { .. }
             | Request::Vsock { .. }
+            | Request::Broker { .. }
             | Request::Begin { .. }
                 if self.has_begun =>
             {
@@ -188,7 +191,10 @@ impl Server {
             Request::AllowImages { path } => self.images.push((path, only(descriptors)?)),
             Request::Vsock { name } => {
                 let [directory, socket] = two(descriptors)?;
-                self.vsock = Some(VsockServer { directory, name, socket, random: None });
+                self.vsock = Some((VsockServer { directory, name, random: None }, socket));
+            }
+            Request::Broker { path, domain } => {
+                self.broker = Some((BrokerServer { path, domain }, only(descriptors)?));
             }
             Request::Begin { seccomp } => {
                 self.has_begun = true;
@@ -273,8 +279,13 @@ impl Server {
         self.restrict_paths().map_err(io::Error::other)?;
         let filter =
             ThreadFilter::alone(ThreadKind::Companion, seccomp).map_err(io::Error::other)?;
-        if let Some(vsock) = self.vsock.take() {
-            self.vsock_thread = Some(vsock.spawn(filter.clone())?);
+        if let Some((mut vsock, socket)) = self.vsock.take() {
+            let connect = move |port| vsock.connect(port);
+            self.threads.push(serve_connections("vsock", &socket, filter.clone(), connect)?);
+        }
+        if let Some((broker, socket)) = self.broker.take() {
+            let connect = move |_| broker.connect();
+            self.threads.push(serve_connections("broker", &socket, filter.clone(), connect)?);
         }
         filter.apply().map_err(io::Error::other)
     }
@@ -356,7 +367,7 @@ fn two(descriptors: Vec<OwnedFd>) -> Result<[OwnedFd; 2], String> {
 }
 
 fn only(descriptors: Vec<OwnedFd>) -> Result<OwnedFd, String> {
-    let [directory] =
-        <[OwnedFd; 1]>::try_from(descriptors).map_err(|_| "a directory is missing".to_owned())?;
-    Ok(directory)
+    let [descriptor] =
+        <[OwnedFd; 1]>::try_from(descriptors).map_err(|_| "a descriptor is missing".to_owned())?;
+    Ok(descriptor)
 }

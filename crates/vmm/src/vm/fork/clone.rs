@@ -19,7 +19,7 @@ use crate::devices::virtio::block::DiskFiles;
 use crate::devices::virtio::net::OpenNet;
 use crate::exit::{ExitSignal, GuestExit};
 use crate::forked::{put_in_place, redirect};
-use crate::isolation::{Companion, IsolationConfig, KeptName, VsockLink};
+use crate::isolation::{Companion, ConnectLink, IsolationConfig, KeptName};
 use crate::packet;
 use crate::seccomp::ThreadKind;
 use crate::snapshot::{MachineConfig, Overrides};
@@ -277,8 +277,12 @@ impl Own {
                 return Err(failed("merging needs /dev/userfaultfd, which did not come"));
             }
             let files = MergeFiles { only_node, ..MergeFiles::default() };
-            let broker = config.broker.is_some().then(|| descriptors.next()).transpose()?;
-            Ok((config, Given { files, broker }))
+            let mut next = || config.member().map(|_| descriptors.next()).transpose();
+            let broker = next()?;
+            let link = if companion.is_some() { next()? } else { None };
+            let link = link.map(ConnectLink::new).transpose();
+            let link = link.map_err(VmError::host("set up a socket"))?;
+            Ok((config, Given { files, broker, link }))
         };
         let (merge_config, merge) = request.merge.map(given).transpose()?.unzip();
         let merge_config = merge_config.unwrap_or_else(|| template.memory.merge.clone());
@@ -304,12 +308,13 @@ impl Own {
             (Some(config), Some((listener, link, name))) => {
                 rustix::io::ioctl_fionbio(&listener, true)
                     .map_err(VmError::host("set up a socket"))?;
-                let link = VsockLink::new(link).map_err(VmError::host("set up a socket"))?;
+                let link = ConnectLink::new(link).map_err(VmError::host("set up a socket"))?;
                 Some(VsockSockets { config: config.clone(), listener, link, name })
             }
             _ => None,
         };
-        let resources = Resources { disks: files, nets: open, vsock };
+        // Merging has begun already when it is built.
+        let resources = Resources { disks: files, nets: open, vsock, broker: None };
         let userfaultfd = userfaultfd.map(File::from);
         Ok(Self { config, resources, companion, api, userfaultfd, merge })
     }

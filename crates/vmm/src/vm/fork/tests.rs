@@ -90,7 +90,7 @@ fn what_merging_needs_comes_last() {
     let inode = |file: &OwnedFd| rustix::fs::fstat(file).unwrap().st_ino;
     let of_devices = descriptors;
     let mut descriptors = of_devices();
-    descriptors.extend((0..2).map(|_| OwnedFd::from(tempfile::tempfile().unwrap())));
+    descriptors.extend((0..3).map(|_| OwnedFd::from(tempfile::tempfile().unwrap())));
     let inodes: Vec<_> = descriptors.iter().map(inode).collect();
     let merging = |userfaultfd| {
         let merge = Some(MergeRequest { config: merge.clone(), only_node: Some(3) });
@@ -103,6 +103,7 @@ fn what_merging_needs_comes_last() {
     assert_eq!(own.userfaultfd.unwrap().metadata().unwrap().ino(), inodes[11]);
     let given = own.merge.unwrap();
     assert_eq!(given.broker.map(|broker| inode(&broker)), Some(inodes[12]));
+    assert_eq!(given.link.map(|link| inode(&link.into_fd())), Some(inodes[13]));
     assert_eq!((given.files.only_node, &own.config.memory.merge), (Some(3), &merge));
     // Its memory has pages of others then.
     assert!(!own.config.forkable.is_on());

@@ -16,6 +16,7 @@ use crate::api::merge::{
 };
 use crate::config::MergeConfig;
 use crate::exit::ExitSignal;
+use crate::isolation::ConnectLink;
 use crate::seccomp::Filters;
 
 use kernel::KernelMerging;
@@ -59,11 +60,12 @@ enum Backend {
 }
 
 impl Merging {
-    /// Starts merging, if configured. The machine is paused, and so is merging until
+    /// Starts merging, if configured; `link` connects with the broker again. The machine is paused, and so is merging until
     /// [`resume`](Self::resume).
     pub(super) fn start(
         config: &MergeConfig,
         ram: &Arc<GuestRam>,
+        link: Option<ConnectLink>,
         filters: &Filters,
         exit: &Arc<ExitSignal>,
     ) -> Self {
@@ -71,7 +73,7 @@ impl Merging {
             MergeBackend::Off => Ok(Backend::Off),
             MergeBackend::Kernel => KernelMerging::start(config, ram).map(Backend::Kernel),
             MergeBackend::Owner => {
-                OwnerMerging::start(config, ram, filters, exit).map(Backend::Owner)
+                OwnerMerging::start(config, ram, link, filters, exit).map(Backend::Owner)
             }
         };
         Self::of(config, started)

@@ -1,12 +1,14 @@
 //! Merging by the monitor itself, on a thread of its own.
 
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use ebb_guest_ram::merge::MergeFiles;
 use ebb_guest_ram::{GuestRam, MergeSession, StableMemory, StableSegments};
-use ebb_page_merge::broker::{BrokerError, BrokerStore, MemberConfig};
+use ebb_page_merge::broker::{BrokerStore, MemberConfig};
 use ebb_page_merge::{
     Clock as _, Control, Merger, Nodes, Paused, Run, Secret, Settings, SettingsError, StablePages,
     StableStore, Statistics, SystemClock, Worker,
@@ -20,6 +22,7 @@ use crate::api::merge::{
 use crate::config::MergeConfig;
 use crate::ending::join_until;
 use crate::exit::{ExitSignal, GuestExit};
+use crate::isolation::ConnectLink;
 use crate::seccomp::{Filters, ThreadKind};
 use crate::vm::lock;
 
@@ -28,12 +31,15 @@ pub(super) struct OwnerMerging {
     ram: Arc<GuestRam>,
     control: Arc<Control>,
     /// The scope of sharing.
-    sharing: Sharing,
+    sharing: Arc<Mutex<Sharing>>,
     /// Pauses the thread while the machine is paused.
     brake: Mutex<Option<Paused>>,
     exit: Arc<ExitSignal>,
     thread: Option<JoinHandle<()>>,
 }
+
+/// The machine's own stable pages, or those of its domain.
+type Store = Box<dyn StableStore + Send>;
 
 /// The scope of sharing.
 enum Sharing {
@@ -51,6 +57,8 @@ pub(in crate::vm) struct Given {
     pub files: MergeFiles,
     /// A connection with the broker.
     pub broker: Option<OwnedFd>,
+    /// What makes further ones.
+    pub link: Option<ConnectLink>,
 }
 
 /// Resources opened for merging.
@@ -69,14 +77,18 @@ impl OwnerMerging {
     pub(super) fn start(
         config: &MergeConfig,
         ram: &Arc<GuestRam>,
+        link: Option<ConnectLink>,
         filters: &Filters,
         exit: &Arc<ExitSignal>,
     ) -> Result<Self, String> {
         let segments = StableSegments::new();
         ram.enable_merging(segments.clone()).map_err(text)?;
         let prepared = Prepared::new(config, ram, segments)?;
-        let store = join(config, &prepared, BrokerStore::connect);
-        prepared.merge(store, filters, exit)
+        let member = prepared.member(config);
+        let store = member
+            .as_ref()
+            .map(|member| BrokerStore::connect(member, prepared.segments.clone()).map_err(text));
+        prepared.merge(store, member.zip(link), filters, exit)
     }
 
     /// The same in a forked process: pages are merged that the machine has alone.
@@ -93,12 +105,12 @@ impl OwnerMerging {
         let segments = StableSegments::new();
         ram.enable_merging_in_fork(segments.clone(), given.files).map_err(text)?;
         let prepared = Prepared::new(config, ram, segments)?;
-        let store = given.broker.and_then(|connection| {
-            join(config, &prepared, |member, segments| {
-                BrokerStore::over(connection, member, segments)
-            })
+        let member = prepared.member(config);
+        let store = member.as_ref().zip(given.broker).map(|(member, connection)| {
+            let segments = prepared.segments.clone();
+            BrokerStore::over(connection, member, segments, Arc::default()).map_err(text)
         });
-        prepared.merge(store, filters, exit)
+        prepared.merge(store, member.zip(given.link), filters, exit)
     }
 
     /// Pauses merging. Returns when no operation is in progress.
@@ -114,7 +126,7 @@ impl OwnerMerging {
 
     pub(super) fn status(&self) -> Status {
         let settings = self.control.settings();
-        let lost = match &self.sharing {
+        let lost = match &*lock(&self.sharing) {
             Sharing::Alone => None,
             Sharing::WithoutBroker(reason) => Some(reason.clone()),
             Sharing::Broker => self.control.why_gone().map(|reason| {
@@ -154,7 +166,7 @@ impl OwnerMerging {
 
     /// Changes settings, and waits until the thread has applied them.
     pub(super) fn change(&self, change: &MergeChange) -> Result<(), ControlError> {
-        if matches!(self.sharing, Sharing::Broker)
+        if !matches!(*lock(&self.sharing), Sharing::Alone)
             && (change.merge_across_nodes.is_some() || change.max_page_sharing.is_some())
         {
             return Err(wrong_state(
@@ -185,18 +197,54 @@ impl Drop for OwnerMerging {
 /// The stable pages of a domain.
 type DomainStore = BrokerStore<Arc<StableSegments>>;
 
-/// The domain's stable pages, if a broker is configured.
-fn join(
-    config: &MergeConfig,
-    prepared: &Prepared,
-    join: impl FnOnce(&MemberConfig, Arc<StableSegments>) -> Result<DomainStore, BrokerError>,
-) -> Option<Result<DomainStore, String>> {
-    let path = config.broker.clone()?;
-    let nodes = prepared.settings.merge_across_nodes;
-    let domain = config.domain.as_deref().unwrap_or_default().parse();
-    let member = domain.map(|domain| MemberConfig::new(path, domain, nodes));
-    let member = member.map_err(text);
-    Some(member.and_then(|member| join(&member, prepared.segments.clone()).map_err(text)))
+/// Connects the machine with the next broker when it has lost the one before, or was started without
+/// one.
+struct Rejoin {
+    link: ConnectLink,
+    member: MemberConfig,
+    segments: Arc<StableSegments>,
+    sharing: Arc<Mutex<Sharing>>,
+    /// When a connection was requested last.
+    requested: Option<Instant>,
+    /// Whether the answer is still to come.
+    is_pending: bool,
+}
+
+/// Pause between two requests.
+const REJOIN_AGAIN: Duration = Duration::from_secs(2);
+
+impl Rejoin {
+    /// The store of the next broker, once there is one. Called before each pass.
+    fn next(&mut self, lost: Option<&str>, hurry: &Arc<AtomicBool>) -> Option<(Store, Secret)> {
+        let is_missing = matches!(*lock(&self.sharing), Sharing::WithoutBroker(_));
+        if lost.is_none() && !is_missing {
+            return None;
+        }
+        if !self.is_pending {
+            if self.requested.is_none_or(|at| at.elapsed() >= REJOIN_AGAIN) {
+                self.requested = Some(Instant::now());
+                // Without a companion there will be no answer.
+                self.is_pending = self.link.request(0).unwrap_or(false);
+            }
+            return None;
+        }
+        let connection = match self.link.answer() {
+            Ok(None) => return None,
+            Ok(Some(answer)) => answer,
+            Err(error) => Err(error.to_string()),
+        };
+        self.is_pending = false;
+        let store = connection.and_then(|connection| {
+            BrokerStore::over(connection, &self.member, self.segments.clone(), hurry.clone())
+                .map_err(text)
+        });
+        let store = store.inspect_err(|error| tracing::debug!("no merge broker yet: {error}"));
+        let store = store.ok()?;
+        *lock(&self.sharing) = Sharing::Broker;
+        tracing::info!("pages are shared through a merge broker again");
+        let secret = store.secret();
+        Some((Box::new(store), secret))
+    }
 }
 
 fn text(error: impl std::fmt::Display) -> String {
@@ -216,50 +264,67 @@ impl Prepared {
         Ok(Self { ram: ram.clone(), session, segments, settings })
     }
 
-    /// Merges with the pages of a domain, or alone.
+    /// How the machine joins its domain, if a broker is configured.
+    fn member(&self, config: &MergeConfig) -> Option<MemberConfig> {
+        let (path, domain) = config.member()?;
+        Some(MemberConfig::new(path.to_owned(), domain, self.settings.merge_across_nodes))
+    }
+
+    /// Merges with the pages of a domain, or alone. `next` connects with the domain's next broker.
     fn merge(
         self,
         store: Option<Result<DomainStore, String>>,
+        next: Option<(MemberConfig, ConnectLink)>,
         filters: &Filters,
         exit: &Arc<ExitSignal>,
     ) -> Result<OwnerMerging, String> {
-        match store {
-            None => self.merge_alone(Sharing::Alone, filters, exit),
+        let (sharing, (store, secret)) = match store {
+            None => (Sharing::Alone, self.alone()?),
             Some(Ok(store)) => {
                 let secret = store.secret();
-                self.merge_with(store, secret, Sharing::Broker, filters, exit)
+                (Sharing::Broker, (Box::new(store) as Store, secret))
             }
             Some(Err(reason)) => {
                 tracing::warn!("pages are merged within the machine only: {reason}");
-                self.merge_alone(Sharing::WithoutBroker(reason), filters, exit)
+                (Sharing::WithoutBroker(reason), self.alone()?)
             }
-        }
+        };
+        let sharing = Arc::new(Mutex::new(sharing));
+        let rejoin = next.map(|(member, link)| Rejoin {
+            link,
+            member,
+            segments: self.segments.clone(),
+            sharing: sharing.clone(),
+            requested: None,
+            is_pending: false,
+        });
+        self.merge_with(store, secret, sharing, rejoin, filters, exit)
     }
 
-    fn merge_alone(
-        self,
-        sharing: Sharing,
-        filters: &Filters,
-        exit: &Arc<ExitSignal>,
-    ) -> Result<OwnerMerging, String> {
+    /// A store of the machine's own, with its secret.
+    fn alone(&self) -> Result<(Store, Secret), String> {
         let mut secret = [0; 32];
         rustix::rand::getrandom(&mut secret, rustix::rand::GetRandomFlags::empty())
             .map_err(|error| format!("no random numbers are available: {error}"))?;
         let store = StablePages::new(StableMemory::own(self.segments.clone()));
-        self.merge_with(store, Secret(secret), sharing, filters, exit)
+        Ok((Box::new(store), Secret(secret)))
     }
 
-    fn merge_with<S: StableStore + Send + 'static>(
+    fn merge_with(
         self,
-        store: S,
+        store: Store,
         secret: Secret,
-        sharing: Sharing,
+        sharing: Arc<Mutex<Sharing>>,
+        rejoin: Option<Rejoin>,
         filters: &Filters,
         exit: &Arc<ExitSignal>,
     ) -> Result<OwnerMerging, String> {
         let merger = Merger::new(self.session, store, secret, self.settings)
             .map_err(|error| error.to_string())?;
         let (mut worker, control) = Worker::new(merger);
+        if let Some(mut rejoin) = rejoin {
+            worker.renew_with(Box::new(move |lost, hurry| rejoin.next(lost, hurry)));
+        }
         let brake = Mutex::new(Some(control.pause()));
         // The first read of a clock locates the kernel's vDSO, with calls that the filter does not
         // allow.
@@ -272,8 +337,14 @@ impl Prepared {
                 Err(error) => failed.raise(GuestExit::Monitor { message: error.to_string() }),
             })
             .map_err(|error| format!("the thread for merging cannot be started: {error}"))?;
-        let (ram, exit) = (self.ram, exit.clone());
-        Ok(OwnerMerging { ram, control, sharing, brake, exit, thread: Some(thread) })
+        Ok(OwnerMerging {
+            ram: self.ram,
+            control,
+            sharing,
+            brake,
+            exit: exit.clone(),
+            thread: Some(thread),
+        })
     }
 }
 

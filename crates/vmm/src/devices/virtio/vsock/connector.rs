@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use super::connection::Ports;
-use crate::isolation::VsockLink;
+use crate::isolation::ConnectLink;
 use crate::token_bucket::TokenBucket;
 
 /// Most requests that the companion has at a time.
@@ -22,7 +22,7 @@ pub(super) type Waiting = (Ports, u64);
 #[derive(Debug)]
 pub(super) struct Connector {
     /// `None` once it is closed.
-    link: Option<VsockLink>,
+    link: Option<ConnectLink>,
     /// The requests that it has, in order.
     asked: VecDeque<Waiting>,
     /// Those that it does not have yet. As many as there are connections at most, and a few that
@@ -34,7 +34,7 @@ pub(super) struct Connector {
 }
 
 impl Connector {
-    pub(super) fn new(link: VsockLink, now: Instant) -> Self {
+    pub(super) fn new(link: ConnectLink, now: Instant) -> Self {
         Self {
             link: Some(link),
             asked: VecDeque::new(),

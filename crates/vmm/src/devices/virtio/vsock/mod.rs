@@ -30,7 +30,7 @@ use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
 
 use super::state::DeviceState;
 use super::{HostEvents, VirtioDevice, Work, is_refused};
-use crate::isolation::VsockLink;
+use crate::isolation::ConnectLink;
 use crate::seccomp::ThreadKind;
 
 pub use counters::{InvalidPackets, VsockCounters};
@@ -112,7 +112,7 @@ impl Vsock {
         cid: u32,
         memory: GuestMemory,
         listener: OwnedFd,
-        link: VsockLink,
+        link: ConnectLink,
         most_connections: usize,
     ) -> io::Result<Self> {
         let connector = Connector::new(link, Instant::now());

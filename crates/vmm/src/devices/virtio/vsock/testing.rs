@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use crate::isolation::{TestCompanion, VsockLink};
+use crate::isolation::{ConnectLink, TestCompanion};
 
 /// The host.
 pub(super) struct Host {
@@ -16,7 +16,7 @@ pub(super) struct Host {
 
 impl Host {
     /// A host, and what the device needs of it. Its listener has no name in the file system.
-    pub(super) fn new() -> io::Result<(Self, OwnedFd, VsockLink)> {
+    pub(super) fn new() -> io::Result<(Self, OwnedFd, ConnectLink)> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
         let listener = rustix::net::socket_with(family, kind, flags, None)?;

@@ -1,10 +1,16 @@
+use std::fs::File;
+use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ebb_guest_ram::{Backing, HugePages, Populate, RegionSpec};
+use ebb_page_merge::broker::{Broker, BrokerConfig, Limits, ask_status, connect};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::*;
 use crate::config::{MergeBackend, Switch};
+use crate::isolation::TestCompanion;
 use crate::vm::merge::Merging;
 
 const PAGE: u64 = 4096;
@@ -33,8 +39,12 @@ fn check(ram: &GuestRam, kind: impl Fn(u64) -> u64) {
 }
 
 fn start(config: &MergeConfig, ram: &Arc<GuestRam>) -> Merging {
+    start_with(config, ram, None)
+}
+
+fn start_with(config: &MergeConfig, ram: &Arc<GuestRam>, link: Option<ConnectLink>) -> Merging {
     let exit = Arc::new(ExitSignal::new().unwrap());
-    let merging = Merging::start(config, ram, &Filters::new(Switch::On).unwrap(), &exit);
+    let merging = Merging::start(config, ram, link, &Filters::new(Switch::On).unwrap(), &exit);
     if merging.info().unwrap().settings.is_some() {
         let quick = MergeChange {
             min_pass_millisecs: Some(0),
@@ -135,6 +145,83 @@ fn without_its_broker_a_machine_merges_on_its_own() {
     assert!(info.reason.unwrap().contains("/nothing/here"));
     merging.resume();
     wait("merging", &merging, |info| counted(info).pages_sharing > Some(0));
+}
+
+/// A broker on a thread, which ends with the pipe's other end.
+fn broker(path: &Path) -> (JoinHandle<()>, OwnedFd) {
+    let domains = Vec::new();
+    let config = BrokerConfig { path: path.to_owned(), domains, limits: Limits::default() };
+    let mut broker = Broker::bind(config).unwrap();
+    let (wait, stop) = rustix::pipe::pipe().unwrap();
+    (std::thread::spawn(move || broker.run(wait.as_fd()).unwrap()), stop)
+}
+
+fn of_domain(path: &Path) -> MergeConfig {
+    let (domain, broker) = (Some("red".to_owned()), Some(path.to_owned()));
+    MergeConfig { domain, broker, ..owner() }
+}
+
+/// Started before its broker, and goes on beside the next one.
+#[test]
+fn a_machine_finds_its_broker_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("broker");
+    let ram = ram(Backing::Anonymous);
+    let kind = |page| page % (PAGES / 2);
+    fill(&ram, kind);
+    let (link, companion) = TestCompanion::pair().unwrap();
+    let merging = start_with(&of_domain(&path), &ram, Some(link));
+    merging.resume();
+    // Two pages are of zeros.
+    let all = Some((PAGES - 2) * PAGE);
+    wait("merging alone", &merging, |info| counted(info).merged_bytes == all);
+    assert_eq!(merging.info().unwrap().state, MergeState::Degraded);
+    let serve = || {
+        if companion.request().is_some() {
+            let connection = connect(&path, "red".parse().unwrap(), Duration::ZERO);
+            companion.answer(connection.as_ref().ok().map(|connection| connection.as_fd()));
+        }
+    };
+    for round in 0..2 {
+        let (thread, stop) = broker(&path);
+        wait("the broker", &merging, |info| {
+            serve();
+            info.state == MergeState::Merging
+        });
+        let shared = || {
+            let status = ask_status(&path, Duration::from_secs(5)).unwrap();
+            status.domains[0].nodes.iter().map(|node| node.sharers).sum::<u64>()
+        };
+        wait("its shares", &merging, |info| {
+            check(&ram, kind);
+            assert_eq!(counted(info).merged_bytes, all, "round {round}");
+            shared() == PAGES - 2
+        });
+        drop(stop);
+        thread.join().unwrap();
+        wait("the loss", &merging, |info| info.state == MergeState::Degraded);
+    }
+    check(&ram, kind);
+}
+
+/// A connection that does not lead to a broker: the machine asks again.
+#[test]
+fn what_is_no_broker_is_not_used() {
+    let ram = ram(Backing::Anonymous);
+    fill(&ram, |_| 5);
+    let (link, companion) = TestCompanion::pair().unwrap();
+    let merging = start_with(&of_domain(Path::new("/nothing/here")), &ram, Some(link));
+    merging.resume();
+    let (other, _silent) = UnixStream::pair().unwrap();
+    let file = File::open("/dev/null").unwrap();
+    for wrong in [None, Some(file.as_fd()), Some(other.as_fd())] {
+        wait("a request", &merging, |_| companion.request().is_some());
+        companion.answer(wrong);
+    }
+    wait("the last request", &merging, |_| companion.request().is_some());
+    assert_eq!(merging.info().unwrap().state, MergeState::Degraded);
+    // It ends while it waits.
+    drop(merging);
 }
 
 #[test]

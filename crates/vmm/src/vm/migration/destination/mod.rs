@@ -76,8 +76,9 @@ pub fn receive(
     // A trusted description may name one.
     let trusts = config.overrides.described_paths == DescribedPaths::Trust;
     let has_vsock = config.overrides.vsock.is_some() || trusts;
-    let has_names = api.is_some() || file.is_some() || has_vsock;
-    let sockets = if has_names { Sockets::Some } else { Sockets::None };
+    let has_broker = config.overrides.merge.broker.is_some();
+    let has_sockets = api.is_some() || file.is_some() || has_vsock || has_broker;
+    let sockets = if has_sockets { Sockets::Some } else { Sockets::None };
     let seccomp = config.overrides.seccomp;
     // In the host's network namespace. Whether they fit the machine is found out when it comes.
     let nets = open_all(&config.overrides.nets)?;
