@@ -149,7 +149,7 @@ fn it_has_a_filter_and_no_capabilities() {
     broker.end(rustix::process::Signal::INT);
 }
 
-/// Another user's question for the state is refused, and harms nobody.
+/// Another user's question for the state is refused, and the broker serves on.
 #[test]
 fn a_stranger_does_not_learn_the_state() {
     const STRANGER: u32 = 65534;

@@ -120,19 +120,25 @@ fn two_machines_share_their_common_pages_and_both_keep_writing() {
     assert_eq!(broker.domain("web").unwrap().segments, 0);
 }
 
-#[test]
-fn machines_continue_when_their_broker_is_killed() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("broker");
-    let mut broker = Process::start("broker", &path);
+/// Two machines that share their common pages, and whose broker is gone.
+fn machines_of_a_killed_broker(path: &Path) -> [Process; 2] {
+    let mut broker = Process::start("broker", path);
     broker.wait_for("listening");
-    let mut machines = [Process::machine(&path), Process::machine(&path)];
+    let mut machines = [Process::machine(path), Process::machine(path)];
     for _ in 0..4 {
         for machine in &mut machines {
             machine.scan(1);
         }
     }
     broker.kill();
+    machines
+}
+
+#[test]
+fn machines_continue_when_their_broker_is_killed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("broker");
+    let mut machines = machines_of_a_killed_broker(&path);
     for (number, machine) in (0..).zip(&mut machines) {
         machine.assert_right("without a broker");
         machine.write(number, COMMON + OWN / 2, 1 << 52);
@@ -152,15 +158,7 @@ fn machines_continue_when_their_broker_is_killed() {
 fn a_broker_that_was_started_again_gets_the_shares_of_its_machines() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("broker");
-    let mut broker = Process::start("broker", &path);
-    broker.wait_for("listening");
-    let mut machines = [Process::machine(&path), Process::machine(&path)];
-    for _ in 0..4 {
-        for machine in &mut machines {
-            machine.scan(1);
-        }
-    }
-    broker.kill();
+    let mut machines = machines_of_a_killed_broker(&path);
     let mut next = Process::start("broker", &path);
     next.wait_for("listening");
     for machine in &mut machines {

@@ -60,8 +60,8 @@ enum Backend {
 }
 
 impl Merging {
-    /// Starts merging, if configured; `link` connects with the broker again. The machine is paused, and so is merging until
-    /// [`resume`](Self::resume).
+    /// Starts merging, if configured; `link` makes further connections with the broker. The machine
+    /// is paused, and so is merging until [`resume`](Self::resume).
     pub(super) fn start(
         config: &MergeConfig,
         ram: &Arc<GuestRam>,
