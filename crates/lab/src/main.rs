@@ -5,6 +5,7 @@ mod command;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use ebb_lab::experiments::merge_speed::member;
 use ebb_program::LogArgs;
 
 use command::{debian, doctor, experiments, guest_image, results, virtual_host};
@@ -43,6 +44,9 @@ enum Command {
     GuestImage(guest_image::Args),
     /// Make Debian root file systems and a guest kernel, or show them in the cache
     Debian(debian::Args),
+    /// Serve the experiment merge-speed as a process whose memory is merged
+    #[command(name = member::COMMAND, hide = true)]
+    MergeMember,
 }
 
 fn main() -> ExitCode {
@@ -59,6 +63,9 @@ fn main() -> ExitCode {
         Command::VirtualHost(args) => virtual_host::run(args),
         Command::GuestImage(args) => guest_image::run(args),
         Command::Debian(args) => debian::run(&args),
+        Command::MergeMember => member::serve(std::io::stdin().lock(), std::io::stdout().lock())
+            .map(|()| ExitCode::SUCCESS)
+            .map_err(Into::into),
     })
 }
 

@@ -44,9 +44,43 @@ pub(crate) struct Reading {
     pub(crate) wanted: u16,
     /// It is to be split.
     pub(crate) split: bool,
+    /// Enough of its pages had partners, when it was judged, that need not be split from a huge
+    /// page, or in huge pages of which enough pages are duplicates, too.
+    pub(crate) willing: bool,
+    /// Number of times that it was judged since it was read, because enough of its pages were found
+    /// to be duplicates.
+    pub(crate) tries: u8,
+}
+
+/// Whether a block's pages can be merged, the least likely first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Readiness {
+    /// A huge page with few duplicates.
+    Whole,
+    /// A huge page of which enough pages are duplicates, perhaps of others that are not ready.
+    Wanted,
+    /// A huge page that is split if another one is that shares content with it.
+    Willing,
+    /// Not a huge page, or one that is being split.
+    Small,
 }
 
 impl Block {
+    /// Whether it is a huge page that is not to be split.
+    pub(crate) fn is_huge_page(&self) -> bool {
+        self.huge && !self.reading.split
+    }
+
+    /// Whether its pages can be merged, if a huge page is split for `least` duplicates.
+    pub(crate) fn readiness(&self, least: u16) -> Readiness {
+        match &self.reading {
+            _ if !self.is_huge_page() => Readiness::Small,
+            reading if reading.willing => Readiness::Willing,
+            reading if reading.wanted >= least => Readiness::Wanted,
+            _ => Readiness::Whole,
+        }
+    }
+
     /// Number of merged pages.
     pub(crate) fn merged_pages(&self) -> u16 {
         self.merged

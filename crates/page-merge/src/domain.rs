@@ -266,8 +266,12 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
 
     /// Puts a page without a duplicate into the unstable index.
     pub(crate) fn insert_unshared(&mut self, page: PageNumber, hash: PageHash, node: NodeNumber) {
-        self.unindex(page);
         let record = self.blocks.record(page).on(node);
+        let unshared = record.with(State::Unshared, hash.get());
+        if self.blocks.record(page) == unshared {
+            return;
+        }
+        self.unindex(page);
         let mut same = 0;
         let blocks = &self.blocks;
         let Some(table) = self.unstable.get_mut(usize::from(node.0)) else {
@@ -283,7 +287,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             return;
         }
         table.insert(hash, page, |number| blocks.record(number).hash());
-        self.blocks.set(page, record.with(State::Unshared, hash.get()));
+        self.blocks.set(page, unshared);
     }
 
     /// Resets the records of a block's pages. Shares are not affected.

@@ -12,7 +12,7 @@ use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use ebb_guest_ram::merge::MergeTarget;
 
 use crate::{
-    blocks::{PageNumber, block_of},
+    blocks::{Block, PageNumber, Readiness, block_of},
     domain::{Domain, Pass, Planned, StoreHealth},
     hash::PageHash,
     memory::{Memory, Node},
@@ -128,7 +128,6 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             }
             return Vec::new();
         }
-        let splittable = self.splittable(&unanswered, pass);
         let copies = copies(&unanswered, pass.settings.most_copies.into());
         for ((candidate, answer), most) in unanswered.into_iter().zip(copies) {
             let key = (candidate.node, candidate.hash);
@@ -141,14 +140,13 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 }
                 continue;
             }
-            let partner = self.partner(&candidate, &splittable);
+            let partner = self.readiest_partner(&candidate, pass);
+            let is_ready = partner.is_some_and(|(readiness, _)| readiness >= Readiness::Willing);
             match (partner, answer) {
-                _ if self.health != StoreHealth::Full
-                    && (partner.is_some() || answer == Answer::Wanted) =>
-                {
+                _ if self.health != StoreHealth::Full && (is_ready || answer == Answer::Wanted) => {
                     self.refuse(&candidate);
                 }
-                (Some(partner), _) => {
+                (Some((_, partner)), _) if is_ready => {
                     self.will_split(block_of(partner));
                     publish.push(Publish {
                         page: partner,
@@ -159,12 +157,12 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                     pending.insert(key, 1);
                     later.push(candidate);
                 }
-                (None, Answer::Wanted) => {
+                (_, Answer::Wanted) => {
                     publish.push(Publish::own(&candidate));
                     pending.insert(key, 1);
                 }
-                (None, _) => {
-                    self.note_wanted(&candidate);
+                (partner, _) => {
+                    partner.inspect(|(_, partner)| self.note_wanted(*partner));
                     self.insert_unshared(candidate.page, candidate.hash, candidate.node);
                 }
             }
@@ -204,56 +202,34 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         answers
     }
 
-    /// A page of the unstable index with the candidate's content: an ordinary page if possible,
-    /// otherwise one of a huge page that may be split.
-    fn partner(&self, candidate: &Candidate, splittable: &HashSet<u32>) -> Option<PageNumber> {
-        let own = block_of(candidate.page);
-        self.find_partner(candidate, |domain, block| block == own || !domain.is_huge(block))
-            .or_else(|| self.find_partner(candidate, |_, block| splittable.contains(&block)))
-    }
-
-    fn find_partner(
+    /// The page of the unstable index with the candidate's content that can be merged most likely,
+    /// where pages of its own block can.
+    fn readiest_partner(
         &self,
         candidate: &Candidate,
-        accept: impl Fn(&Self, u32) -> bool,
-    ) -> Option<PageNumber> {
-        self.unstable.get(usize::from(candidate.node.0))?.find(candidate.hash, |page| {
-            page != candidate.page
-                && self.blocks.record(page).hash() == candidate.hash
-                && accept(self, block_of(page))
-        })
-    }
-
-    /// Whether the block is a huge page that is not to be split.
-    fn is_huge(&self, block: u32) -> bool {
-        self.blocks.block(block).is_some_and(|block| block.huge && !block.reading.split)
-    }
-
-    /// A page with the candidate's content in another block, which is a huge page.
-    fn partner_in_huge_page(&self, candidate: &Candidate) -> Option<PageNumber> {
+        pass: &Pass<'_>,
+    ) -> Option<(Readiness, PageNumber)> {
         let own = block_of(candidate.page);
-        self.find_partner(candidate, |domain, block| block != own && domain.is_huge(block))
-    }
-
-    /// Huge pages that may be split now, because enough of their pages are partners of these
-    /// candidates.
-    fn splittable(&self, candidates: &[(Candidate, Answer)], pass: &Pass<'_>) -> HashSet<u32> {
-        let mut counts = HashMap::new();
-        for (candidate, _) in candidates {
-            if let Some(page) = self.partner_in_huge_page(candidate) {
-                *counts.entry(block_of(page)).or_insert(0) += 1;
+        let mut readiest = None;
+        self.unstable.get(usize::from(candidate.node.0))?.find(candidate.hash, |page| {
+            if page == candidate.page || self.blocks.record(page).hash() != candidate.hash {
+                return false;
             }
-        }
-        counts.retain(|_, count| *count >= pass.settings.huge_min_duplicates);
-        counts.into_keys().collect()
+            let block = block_of(page);
+            let readiness = match self.blocks.block(block) {
+                Some(other) if block != own => other.readiness(pass.settings.huge_min_duplicates),
+                _ => Readiness::Small,
+            };
+            readiest = readiest.max(Some((readiness, page)));
+            readiness == Readiness::Small
+        });
+        readiest
     }
 
-    /// Counts, in huge pages that are not worth splitting yet, a candidate whose only partners are
-    /// there.
-    fn note_wanted(&mut self, candidate: &Candidate) {
-        if let Some(page) = self.partner_in_huge_page(candidate)
-            && let Some(block) = self.blocks.block_mut(block_of(page))
-        {
+    /// Counts, in a huge page that is not worth splitting yet, a page of which another one with the
+    /// same content was found.
+    fn note_wanted(&mut self, partner: PageNumber) {
+        if let Some(block) = self.blocks.block_mut(block_of(partner)) {
             block.reading.wanted = block.reading.wanted.saturating_add(1);
         }
     }
@@ -274,19 +250,23 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     /// Decides whether a huge page should be split, of which `found` was unchanged between the last
     /// two times it was read; if not, leaves these pages in the unstable index as partners of
     /// others.
+    ///
+    /// It is split if enough of its pages have partners outside of huge pages, or in huge pages
+    /// that are [willing](Readiness::Willing). Those are willing that have enough partners in huge
+    /// pages with enough duplicates. So what one huge page gains by being split does not cost many
+    /// others of which little is merged.
     pub(crate) fn judge(&mut self, number: u32, found: &Found, pass: &Pass<'_>) -> bool {
         let mut duplicates = Vec::new();
         let mut seen = HashSet::new();
-        let mut alone = Vec::new();
-        let mut unanswered = Vec::new();
+        let mut waiting = Vec::new();
         for (candidate, answer) in found.others.iter().zip(self.ask(&found.others)) {
             if let Answer::Stable(slot) = answer {
                 self.store.unused(slot);
-                duplicates.push(candidate.page);
+                duplicates.push((candidate.page, Readiness::Small));
             } else if answer == Answer::Wanted || !seen.insert((candidate.node, candidate.hash)) {
-                duplicates.push(candidate.page);
+                duplicates.push((candidate.page, Readiness::Small));
             } else {
-                unanswered.push((*candidate, answer));
+                waiting.push(*candidate);
             }
         }
         if self.health == StoreHealth::Late {
@@ -296,29 +276,32 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             }
             return false;
         }
-        let splittable = self.splittable(&unanswered, pass);
-        for (candidate, _) in unanswered {
-            let others = |domain: &Self, block| {
-                block != number && (!domain.is_huge(block) || splittable.contains(&block))
-            };
-            if self.find_partner(&candidate, others).is_some() {
-                duplicates.push(candidate.page);
-            } else {
-                alone.push(candidate);
+        let mut unready = Vec::new();
+        for candidate in waiting {
+            let partner = self.readiest_partner(&candidate, pass);
+            duplicates.extend(partner.map(|(readiness, _)| (candidate.page, readiness)));
+            if let Some((Readiness::Whole | Readiness::Wanted, partner)) = partner {
+                unready.push((candidate.page, partner));
             }
         }
-        let gain = found.zeros.len() as u16 + self.pages_in_long_runs(duplicates);
-        if gain >= pass.settings.huge_min_duplicates {
+        let gain = |least: Readiness| {
+            let pages = duplicates.iter().filter(|(_, readiness)| *readiness >= least);
+            let pages = pages.map(|(page, _)| *page).collect();
+            found.zeros.len() as u16 + self.pages_in_long_runs(pages)
+        };
+        if gain(Readiness::Willing) >= pass.settings.huge_min_duplicates {
             self.will_split(number);
             return true;
         }
+        let wanted = gain(Readiness::Whole);
+        let willing = gain(Readiness::Wanted) >= pass.settings.huge_min_duplicates;
         if let Some(block) = self.blocks.block_mut(number) {
-            block.reading.wanted = gain;
+            (block.reading.wanted, block.reading.willing) = (wanted, willing);
         }
-        for candidate in alone {
+        for (page, partner) in unready {
             // Counted once, however often it is read.
-            if self.blocks.record(candidate.page).state() != State::Unshared {
-                self.note_wanted(&candidate);
+            if self.blocks.record(page).state() != State::Unshared {
+                self.note_wanted(partner);
             }
         }
         for candidate in &found.others {
@@ -521,10 +504,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 false
             });
             for page in pages {
-                if self.is_huge(block_of(page)) {
-                    if let Some(block) = self.blocks.block_mut(block_of(page)) {
-                        block.reading.wanted = block.reading.wanted.saturating_add(1);
-                    }
+                if self.blocks.block(block_of(page)).is_some_and(Block::is_huge_page) {
+                    self.note_wanted(page);
                 } else {
                     found.push(Publish { page, hash, node, by: page });
                 }

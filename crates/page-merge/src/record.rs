@@ -39,6 +39,12 @@ impl State {
         Self::Refused,
         Self::Seen,
     ];
+
+    /// Whether the record has the hash of the page's content, as far as it is known to be
+    /// unchanged.
+    pub(crate) fn has_hash(self) -> bool {
+        matches!(self, Self::Unshared | Self::Refused)
+    }
 }
 
 /// A node, as an index into the domain's list of nodes. Linux has at most 1024 nodes.

@@ -16,6 +16,10 @@ use crate::{
 /// Longest interval, in passes, at which a huge page is read.
 const MOST_READ_EVERY: u8 = 64;
 
+/// How often a huge page is judged before it is due, because it seems to be worth splitting. What is
+/// decided depends on what is decided of others.
+const MOST_TRIES: u8 = 4;
+
 /// Passes in which a block must be whole and unmerged before it becomes a huge page again.
 const WHOLE_PASSES: u8 = 16;
 
@@ -190,33 +194,37 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     }
 
     /// Reads a huge page as a whole, if it is due, and merges it if enough of it has not changed
-    /// since the last time and has partners.
+    /// since the last time and has partners. Until it is due, what was read is judged again if
+    /// enough of it was found to be duplicate since; the content is compared anyway when it is
+    /// merged.
     fn read_huge_page(&mut self, number: u32, pass: &Pass<'_>) {
         let settings = pass.settings;
         let Some(block) = self.blocks.block_mut(number) else { return };
         let reading = &mut block.reading;
         reading.due_in = reading.due_in.saturating_sub(1);
-        if reading.due_in > 0 && reading.wanted < settings.huge_min_duplicates {
+        let is_due = reading.due_in == 0;
+        if is_due {
+            let cold = settings.huge_cold_passes;
+            reading.interval = match reading.interval {
+                0 => cold,
+                interval => interval.saturating_mul(2).min(MOST_READ_EVERY).max(cold),
+            };
+            (reading.due_in, reading.tries) = (reading.interval, 0);
+        } else if reading.wanted >= settings.huge_min_duplicates && reading.tries < MOST_TRIES {
+            reading.tries += 1;
+        } else {
             return;
         }
-        let cold = settings.huge_cold_passes;
-        reading.interval = match reading.interval {
-            0 => cold,
-            interval => interval.saturating_mul(2).min(MOST_READ_EVERY).max(cold),
-        };
-        (reading.due_in, reading.wanted) = (reading.interval, 0);
-        let pages: Vec<PageNumber> =
+        (reading.wanted, reading.willing) = (0, false);
+        let mut pages: Vec<PageNumber> =
             (first_of(number)..).take(block.range.pages as usize).collect();
-        let mut contents = self.contents_of(&pages, Known::Old);
-        contents.retain(|content| {
-            let record = self.blocks.record(content.page);
-            let is_known = matches!(record.state(), State::Seen | State::Unshared | State::Refused);
-            let is_steady = is_known && record.hash() == content.hash;
-            if !is_steady {
-                self.set_state(content.page, record.with(State::Seen, content.hash.get()));
-            }
-            is_steady
-        });
+        let contents = if is_due {
+            let contents = self.contents_of(&pages, Known::Old);
+            contents.into_iter().filter(|content| self.is_steady(content)).collect()
+        } else {
+            pages.retain(|page| self.blocks.record(*page).state().has_hash());
+            self.contents_of(&pages, Known::Trusted)
+        };
         if contents.is_empty() {
             return;
         }
@@ -224,6 +232,18 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         if self.judge(number, &found, pass) {
             self.join(found, pass);
         }
+    }
+
+    /// Whether a page of a huge page has the content that it had the last time; if not, the new one
+    /// is recorded.
+    fn is_steady(&mut self, content: &PageContent) -> bool {
+        let record = self.blocks.record(content.page);
+        let is_known = record.state() == State::Seen || record.state().has_hash();
+        let is_steady = is_known && record.hash() == content.hash;
+        if !is_steady {
+            self.set_state(content.page, record.with(State::Seen, content.hash.get()));
+        }
+        is_steady
     }
 
     /// Makes a huge page of a block that was whole and unmerged for long enough, if this memory has
@@ -266,8 +286,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             Vec::with_capacity(pages.len());
         for &page in pages {
             let record = self.blocks.record(page);
-            let is_known = known == Known::Trusted
-                && matches!(record.state(), State::Unshared | State::Refused);
+            let is_known = known == Known::Trusted && record.state().has_hash();
             if let Some(pfn) = self.blocks.pfn(page) {
                 contents.push((page, pfn, is_known.then(|| record.hash())));
             }

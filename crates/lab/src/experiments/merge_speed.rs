@@ -1,10 +1,11 @@
-//! Merging of equal pages: the process that owns the memory against the kernel's thread, on the
-//! same memory in one process.
+//! The price of merging equal pages: by the processes that own the memory, and by the kernel's
+//! thread on the same memory.
 //!
-//! Neither guests nor KVM are needed. Memories of four shapes are merged by each side in turns.
-//! Freed pages are counted by the page frames of the memory (`/proc/self/pagemap`), so that the
-//! result does not depend on either side's counters. Processor time is that of the thread that
-//! merges.
+//! Neither guests nor KVM are needed. Memories of several shapes, each of a process of its own, are
+//! merged by each side in turns. Freed pages are counted by the page frames of the memory
+//! (`/proc/PID/pagemap`), so that the result does not depend on either side's counters. The price
+//! is all processor time of these processes, of the merge broker and of the kernel's threads until
+//! the pages are merged and were read again.
 
 use ebb_virtual_host::kernel::is_at_least;
 use serde::Serialize;
@@ -16,26 +17,27 @@ use crate::harness::in_virtual_host::MERGING_SINCE;
 use crate::harness::size::HostShape;
 use crate::report::results::{Scale, Series};
 use content::Shape;
-use ksmd::{Ksmd, SmartScan};
 use measure::{Amount, Company};
 use metrics::Found;
-use owner::Owner;
-use side::Side;
+use side::side;
 
 mod content;
 mod ksmd;
 mod measure;
+pub mod member;
+mod members;
 mod memory;
 mod metrics;
 mod owner;
+mod price;
 mod sibling;
 mod side;
 
 /// The experiment.
 pub static MERGE_SPEED: Experiment = Experiment {
     name: "merge-speed",
-    summary: "What merging of equal pages costs: in the process that owns the memory, and by the \
-              kernel's thread on the same memory",
+    summary: "What merging of equal pages costs: in the processes that own the memory, and by \
+              the kernel's thread on the same memory",
     host: |scale, _| host_shape(scale),
     parameters: |scale| {
         parameters(&Sizes {
@@ -43,6 +45,7 @@ pub static MERGE_SPEED: Experiment = Experiment {
             amount: amount(scale),
             run_pages: content::RUN_PAGES,
             copies: content::COPIES,
+            clones: content::CLONES,
         })
     },
     needs: Needs { merging: true, ..Experiment::DEFAULT.needs },
@@ -51,15 +54,12 @@ pub static MERGE_SPEED: Experiment = Experiment {
     series: || {
         let plan = |name, summary| SeriesPlan::new(name, summary, Run::MachineInTurns(run));
         vec![
+            plan(metrics::OWNER, "the processes themselves (merge=owner), two with a broker"),
             plan(
-                metrics::OWNER,
-                "the process itself, by moving pages away, comparing and mapping (merge=owner)",
+                metrics::MANY_MAPPINGS,
+                "the same, and a process may have 1,048,576 mappings (vm.max_map_count)",
             ),
-            plan(
-                metrics::KSMD,
-                "KSM without sleeps, each page scanned in each pass (smart_scan 0)",
-            ),
-            plan(metrics::KSMD_SMART, "KSM without sleeps, with smart_scan"),
+            plan(metrics::KSMD, "KSM with the kernel's defaults, but without sleeps"),
         ]
     },
     compare: metrics::compare,
@@ -75,6 +75,7 @@ struct Sizes {
     amount: Amount,
     run_pages: usize,
     copies: usize,
+    clones: usize,
 }
 
 fn host_shape(scale: Scale) -> HostShape {
@@ -89,7 +90,7 @@ fn amount(scale: Scale) -> Amount {
         Scale::Demo => {
             Amount { unique_mib: 128, scattered_mib: 64, runs_mib: 128, clones_mib: 128, rounds: 2 }
         }
-        // Single pages need a mapping or two each, of which a process has 65,530
+        // Single small pages need a mapping or two each, of which a process has 65,530
         // (vm.max_map_count).
         Scale::Full => Amount {
             unique_mib: 2048,
@@ -99,22 +100,6 @@ fn amount(scale: Scale) -> Amount {
             rounds: 2,
         },
     }
-}
-
-/// A side, by the name of its series.
-fn side(name: &str) -> Result<Box<dyn Side>, LabError> {
-    Ok(match name {
-        metrics::OWNER => Box::new(Owner::new()),
-        metrics::KSMD => Box::new(Ksmd::join(SmartScan::Off)?),
-        metrics::KSMD_SMART => Box::new(Ksmd::join(SmartScan::On)?),
-        other => return Err(LabError::Merging(format!("no side is called '{other}'"))),
-    })
-}
-
-/// Passes before the steady state, and passes of it. Smart scan scans a page that it could not
-/// merge in each of the first passes, and in one of five after the eighth (mm/ksm.c, `skip_age`).
-fn steady_passes(name: &str) -> (u64, u64) {
-    if name == metrics::KSMD_SMART { (12, 5) } else { (2, 2) }
 }
 
 fn machine_lacks() -> Option<String> {
@@ -181,10 +166,9 @@ impl Turn {
     }
 
     fn take(self, name: &str, amount: Amount, found: &mut Found) -> Result<(), LabError> {
-        let mut side = side(name)?;
+        let mut side = side(name, self.shape.processes())?;
         if self.shape == Shape::Unique {
-            let (settle, steady) = steady_passes(name);
-            found.scannings.push(measure::scan(side.as_mut(), amount, self.seed, settle, steady)?);
+            found.scannings.push(measure::scan(side.as_mut(), amount, self.seed)?);
         } else {
             let merging =
                 measure::merge(side.as_mut(), self.shape, self.company, amount, self.seed)?;
@@ -202,7 +186,7 @@ mod tests {
     #[test]
     fn each_turn_has_contents_of_its_own() {
         let turns = turns(3);
-        assert_eq!(turns.len(), 3 * (4 + 3));
+        assert_eq!(turns.len(), 3 * (5 + 4));
         assert_eq!(turns.iter().map(|turn| turn.seed).collect::<BTreeSet<_>>().len(), turns.len());
         assert!(
             turns.iter().all(|turn| turn.shape != Shape::Unique || turn.company == Company::Alone)

@@ -18,7 +18,7 @@ use crate::harness::proc;
 use crate::harness::survey::MergedBy;
 
 /// The trust domain of all guests of a series.
-const DOMAIN: &str = "lab";
+pub const DOMAIN: &str = "lab";
 /// Time limit until a broker listens.
 const BROKER_LIMIT: Duration = Duration::from_secs(20);
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
@@ -149,6 +149,11 @@ impl Broker {
 }
 
 impl Broker {
+    /// Number of its process.
+    pub fn pid(&self) -> u32 {
+        self.0.id()
+    }
+
     /// The pages that its clients share.
     ///
     /// # Errors

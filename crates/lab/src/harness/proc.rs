@@ -97,6 +97,16 @@ pub fn huge_percent(smaps: &str, guest_mib: u64) -> Option<f64> {
     (resident_kib > 0).then(|| huge_kib as f64 / resident_kib as f64 * 100.0)
 }
 
+/// Pages of a huge page.
+pub const HUGE_PAGE_PAGES: u64 = 512;
+
+/// Huge pages of anonymous memory in `/proc/PID/smaps_rollup`.
+pub fn huge_pages(smaps_rollup: &str) -> Option<u64> {
+    const HUGE_PAGE_KIB: u64 = 2048;
+    let mut fields = smaps_rollup.lines().filter_map(field_kib);
+    fields.find_map(|(name, kib)| (name == "AnonHugePages").then_some(kib / HUGE_PAGE_KIB))
+}
+
 /// Free memory of `/proc/buddyinfo` in blocks below an order, in KiB.
 pub fn free_below_order_kib(text: &str, order: usize) -> u64 {
     const PAGE_KIB: u64 = 4;
@@ -127,6 +137,11 @@ pub fn process_cpu_ms(text: &str) -> Option<f64> {
     let mut times = stat_fields(text, 14)?.map(str::parse::<f64>);
     let (user, system) = (times.next()?.ok()?, times.next()?.ok()?);
     Some((user + system) * TICK_MS)
+}
+
+/// Parent of a process in `/proc/PID/stat`.
+pub fn parent(text: &str) -> Option<u32> {
+    stat_fields(text, 4)?.next()?.parse().ok()
 }
 
 /// Page faults of a process in `/proc/PID/stat` that needed no I/O, those of a guest at its memory

@@ -215,6 +215,47 @@ fn clones_with_huge_pages_are_merged() {
     assert!(one.mappings() <= 2 && other.mappings() <= 2);
 }
 
+/// Eight huge pages, of which each has six runs of 64 pages that are in six others.
+#[test]
+fn huge_pages_whose_duplicates_are_in_many_others_are_merged() {
+    let mut host = Host::new(eager());
+    let guest = host.guest(8 * 512);
+    for block in 0..8_u64 {
+        for run in 0..8 {
+            let partner = if run < 6 { block ^ (run + 1) } else { block };
+            let first = 1000 + (block.min(partner) * 8 + run) * 64;
+            (0..64).for_each(|page| guest.write(block * 512 + run * 64 + page, first + page));
+        }
+        guest.make_huge(block * 512);
+    }
+    host.settle();
+    let statistics = host.merger.statistics();
+    assert_eq!(statistics.merged_pages, 8 * 384);
+    assert_eq!((statistics.huge_pages_split, statistics.huge_pages_split_in_vain), (8, 0));
+}
+
+/// A huge page all of whose pages are in others, but in each of these only few.
+#[test]
+fn a_huge_page_is_not_worth_the_split_of_many_others() {
+    let mut host = Host::new(eager());
+    let guest = host.guest(9 * 512);
+    (0..512).for_each(|pfn| guest.write(pfn, 1000 + pfn));
+    guest.make_huge(0);
+    for block in 1..9_u64 {
+        (0..512).for_each(|page| guest.write(block * 512 + page, 10_000 + block * 512 + page));
+        let first = (block - 1) * 64;
+        (0..64).for_each(|page| guest.write(block * 512 + page, 1000 + first + page));
+        guest.make_huge(block * 512);
+    }
+    host.settle();
+    host.passes(200);
+    host.check();
+    let statistics = host.merger.statistics();
+    assert_eq!((statistics.merged_pages, statistics.huge_pages_split), (0, 0));
+    // They are not read more often than others, however often they are judged.
+    assert!(host.world.hashed_pages() <= 9 * 512 * 9, "{}", host.world.hashed_pages());
+}
+
 /// Others find its pages one by one, until splitting is worthwhile.
 #[test]
 fn a_huge_page_is_judged_again_when_enough_of_its_pages_have_partners() {

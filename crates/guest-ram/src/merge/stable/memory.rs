@@ -13,6 +13,7 @@ use ebb_abi::PAGE_SIZE_BYTES;
 use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
 };
+use rustix::mm::{Advice, madvise};
 
 use super::free_slots::FreeSlots;
 use super::segments::{Access, FileMapping};
@@ -245,7 +246,7 @@ impl StableMemory {
         }
         let written = match self.sharing {
             Sharing::Own => segment.file.write_all_at(contents, offset as u64),
-            Sharing::Sealed => segment.reserve(offset, contents.len()).map(|()| {
+            Sharing::Sealed => segment.populate(offset, contents.len()).map(|()| {
                 segment.write_through_mapping(offset, contents);
             }),
         };
@@ -364,11 +365,14 @@ impl OwnedSegment {
         copy.map_err(|source| StableError::Create { action: "reopen", source })
     }
 
-    /// Reserves the memory for a range. A write to a mapping without a page would end the process
-    /// (SIGBUS).
-    fn reserve(&self, offset: usize, size_bytes: usize) -> io::Result<()> {
-        rustix::io::retry_on_intr(|| {
-            fallocate(&self.file, FallocateFlags::KEEP_SIZE, offset as u64, size_bytes as u64)
+    /// Makes the memory of a range, whole pages: a write to a mapping without memory for it would
+    /// end the process (SIGBUS), and each first write would be a fault of its own.
+    fn populate(&self, offset: usize, size_bytes: usize) -> io::Result<()> {
+        let address = (self.mapping.address + offset) as *mut _;
+        // SAFETY: the caller has checked that the range lies within the mapping, which belongs to
+        // this segment; the advice (Linux 5.14) changes no content.
+        rustix::io::retry_on_intr(|| unsafe {
+            madvise(address, size_bytes, Advice::LinuxPopulateWrite)
         })
         .map_err(io::Error::from)
     }

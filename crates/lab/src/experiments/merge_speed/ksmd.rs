@@ -1,20 +1,20 @@
-//! The kernel's side: KSM's thread on memory of this process.
+//! The kernel's side: KSM's thread, with the kernel's own settings except for its pace.
 
 use std::fs;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ebb_guest_ram::{GuestRam, KernelMerging};
 use ebb_page_merge::kernel::knobs::{RUN_MERGE, RUN_STOP, RUN_UNMERGE};
 use ebb_page_merge::kernel::{
     Counter, Counters, KernelDomain, Knob, Ksm, KsmGuard, RUN_FOLDER, SYSFS, Values,
 };
 
-use super::memory::Arena;
-use super::side::{PASSES_IN_VAIN, Side, Until, Work};
+use super::member::Means;
+use super::members::Members;
+use super::side::{Goal, PASSES, Side};
 use crate::LabError;
-use crate::harness::{merging, proc};
+use crate::harness::proc;
 
 /// Pages that the kernel's thread scans between two checks of its settings: it cannot be stopped in
 /// between.
@@ -23,29 +23,16 @@ const PAGES_TO_SCAN: u64 = 500;
 const LOOK: Duration = Duration::from_micros(500);
 /// Time limit for any merging.
 const LIMIT: Duration = Duration::from_secs(300);
-/// Fraction of the pages of a first pass to wait for: with all of them, the thread would be in the
-/// middle of the second pass when it is stopped.
-const MOST_OF: f64 = 0.95;
 /// `struct ksm_rmap_item` of Linux 6.x on 64-bit machines (mm/ksm.c), where the kernel does not
 /// report it.
 const ITEM_BYTES: u64 = 64;
 const ITEM_SIZE_FILE: &str = "/sys/kernel/slab/ksm_rmap_item/object_size";
 
-/// Whether KSM skips pages that it could not merge several times (`smart_scan`, Linux 6.7).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum SmartScan {
-    /// KSM skips them.
-    On,
-    /// KSM scans all of them in each pass.
-    Off,
-}
-
-/// KSM, used by this process alone.
+/// KSM, used by the lab alone.
 #[derive(Debug)]
 pub(super) struct Ksmd {
     guard: KsmGuard,
     _domain: KernelDomain,
-    pid: u32,
 }
 
 fn failed(error: impl std::fmt::Display) -> LabError {
@@ -53,11 +40,11 @@ fn failed(error: impl std::fmt::Display) -> LabError {
 }
 
 impl Ksmd {
-    /// Becomes KSM's only user, with settings that let it run without sleeps.
+    /// Becomes KSM's only user, with Linux's defaults (mm/ksm.c), but without sleeps.
     ///
     /// # Errors
     /// [`LabError::Merging`]: no KSM, no permission to change it, or another process uses it.
-    pub(super) fn join(smart_scan: SmartScan) -> Result<Self, LabError> {
+    pub(super) fn join() -> Result<Self, LabError> {
         let domain =
             KernelDomain::join(Path::new(RUN_FOLDER), "lab merge-speed").map_err(failed)?;
         let ksm = Ksm::open(Path::new(SYSFS)).map_err(failed)?;
@@ -91,14 +78,15 @@ impl Ksmd {
             (Knob::PagesToScan, PAGES_TO_SCAN),
             (Knob::SleepMillisecs, 0),
             (Knob::MaxPageSharing, 256),
-            (Knob::UseZeroPages, 1),
-            (Knob::SmartScan, u64::from(smart_scan == SmartScan::On)),
+            (Knob::MergeAcrossNodes, 1),
+            (Knob::UseZeroPages, 0),
+            (Knob::SmartScan, 1),
             (Knob::AdvisorMode, 0),
         ];
         let wanted: Values =
             wanted.into_iter().filter(|(knob, _)| guard.before().get(*knob).is_some()).collect();
         guard.ksm().apply(&wanted).map_err(failed)?;
-        Ok(Self { guard, _domain: domain, pid: merging::kernel_thread()? })
+        Ok(Self { guard, _domain: domain })
     }
 
     fn run(&self, value: u64) -> Result<(), LabError> {
@@ -109,8 +97,8 @@ impl Ksmd {
         self.guard.ksm().counters().map_err(failed)
     }
 
-    /// Checks that it has scanned only pages of this process.
-    fn check_alone(&self) -> Result<(), LabError> {
+    /// Checks that it has scanned only pages of these processes.
+    fn check_alone(&self, members: &Members) -> Result<(), LabError> {
         let now = self.counters()?;
         let kinds = [
             Counter::PagesShared,
@@ -119,19 +107,53 @@ impl Ksmd {
             Counter::PagesVolatile,
         ];
         let all: u64 = kinds.into_iter().map(|kind| now.count(kind)).sum();
-        let own = own_items()?;
+        let own = items(members)?;
         if all > own + own / 20 {
             return Err(LabError::Merging(format!(
-                "KSM knows {all} pages, of which this process has {own}: another process has begun \
-                 to use it"
+                "KSM knows {all} pages, of which the lab has {own}: another process has begun to \
+                 use it"
             )));
         }
         Ok(())
     }
 
-    /// Its processor time; exact while it is stopped.
-    fn cpu_ns(&self) -> Result<u64, LabError> {
-        merging::running_ns(self.pid, self.pid)
+    /// Lets it merge until `over`, and waits until it sleeps.
+    fn run_until(&self, over: impl Fn(Since) -> bool) -> Result<Since, LabError> {
+        let (before, begin) = (self.counters()?, Instant::now());
+        self.run(RUN_MERGE)?;
+        loop {
+            thread::sleep(LOOK);
+            if over(Since::new(&before, &self.counters()?)) {
+                break;
+            }
+            if begin.elapsed() > LIMIT {
+                self.run(RUN_STOP)?;
+                return Err(LabError::Merging(format!("KSM did not finish within {LIMIT:?}")));
+            }
+        }
+        self.run(RUN_STOP)?;
+        thread::sleep(2 * LOOK);
+        Ok(Since::new(&before, &self.counters()?))
+    }
+}
+
+/// What KSM has done meanwhile.
+#[derive(Debug, Clone, Copy)]
+struct Since {
+    passes: u64,
+    /// Scanned or skipped pages.
+    covered: u64,
+    sharing: u64,
+}
+
+impl Since {
+    fn new(before: &Counters, now: &Counters) -> Self {
+        let since = |counter| now.count(counter).saturating_sub(before.count(counter));
+        Self {
+            passes: since(Counter::FullScans),
+            covered: since(Counter::PagesScanned) + since(Counter::PagesSkipped),
+            sharing: since(Counter::PagesSharing),
+        }
     }
 }
 
@@ -143,62 +165,47 @@ impl Drop for Ksmd {
 }
 
 impl Side for Ksmd {
-    fn prepare(&self, ram: &GuestRam) -> Result<(), LabError> {
-        ram.advise_mergeable(KernelMerging::Allow).map_err(failed)
+    fn means(&self) -> Means {
+        Means::Kernel
     }
 
-    fn merge(&mut self, _arena: &Arena, until: Until) -> Result<Work, LabError> {
-        let (before, cpu_ns, begin) = (self.counters()?, self.cpu_ns()?, Instant::now());
-        let since =
-            |now: &Counters, counter| now.count(counter).saturating_sub(before.count(counter));
-        let covered =
-            |now: &Counters| since(now, Counter::PagesScanned) + since(now, Counter::PagesSkipped);
-        self.run(RUN_MERGE)?;
-        loop {
-            thread::sleep(LOOK);
-            let now = self.counters()?;
-            let passes = since(&now, Counter::FullScans);
-            let over = match until {
-                Until::Covered(pages) => covered(&now) >= pages,
-                Until::Passes(wanted) => passes >= wanted,
-                Until::Freed(pages) => {
-                    since(&now, Counter::PagesSharing) >= pages || passes >= PASSES_IN_VAIN
-                }
-            };
-            if over {
-                break;
-            }
-            if begin.elapsed() > LIMIT {
-                self.run(RUN_STOP)?;
-                return Err(LabError::Merging(format!("KSM did not finish within {LIMIT:?}")));
-            }
-        }
-        let wall_ns = begin.elapsed().as_nanos() as u64;
-        self.run(RUN_STOP)?;
-        // It goes to sleep shortly after it was stopped, and its time is then exact.
-        thread::sleep(2 * LOOK);
-        self.check_alone()?;
-        Ok(Work { cpu_ns: self.cpu_ns()? - cpu_ns, wall_ns, pages: covered(&self.counters()?) })
+    fn pass(&mut self, members: &mut Members, passes: u64) -> Result<u64, LabError> {
+        let done = self.run_until(|since| since.passes >= passes)?;
+        self.check_alone(members)?;
+        Ok(done.covered)
     }
 
-    fn first_pass(&self, arena: &Arena) -> Until {
-        Until::Covered((arena.contents().pages() as f64 * MOST_OF) as u64)
+    fn read_once(&mut self, members: &mut Members) -> Result<u64, LabError> {
+        self.pass(members, 1)
     }
 
-    fn metadata_bytes(&mut self, _arena: &Arena) -> Result<u64, LabError> {
-        let items = own_items()?;
+    fn passes_to_settle(&self) -> u64 {
+        // Smart scan reads a page that it could not merge in each of the first passes, and in one
+        // of five after the eighth (mm/ksm.c, `skip_age`).
+        12
+    }
+
+    fn merge(&mut self, members: &mut Members, goal: Goal) -> Result<(), LabError> {
+        self.run_until(|since| since.sharing >= goal.surplus || since.passes >= PASSES)?;
+        self.check_alone(members)
+    }
+
+    fn metadata_bytes(&mut self, members: &mut Members) -> Result<u64, LabError> {
         let item_bytes =
             fs::read_to_string(ITEM_SIZE_FILE).ok().and_then(|text| text.trim().parse().ok());
-        Ok(items * item_bytes.unwrap_or(ITEM_BYTES))
+        Ok(items(members)? * item_bytes.unwrap_or(ITEM_BYTES))
     }
 }
 
-/// Pages of this process that KSM knows.
-fn own_items() -> Result<u64, LabError> {
-    const PATH: &str = "/proc/self/ksm_stat";
-    let text = fs::read_to_string(PATH).map_err(LabError::of_file(PATH))?;
-    proc::named_number(&text, "ksm_rmap_items")
-        .ok_or(LabError::MissingField { path: PATH.into(), field: "ksm_rmap_items" })
+/// Pages of these processes that KSM knows.
+fn items(members: &Members) -> Result<u64, LabError> {
+    let of = |pid: u32| {
+        let path = format!("/proc/{pid}/ksm_stat");
+        let text = fs::read_to_string(&path).map_err(LabError::of_file(&path))?;
+        proc::named_number(&text, "ksm_rmap_items")
+            .ok_or(LabError::MissingField { path: path.into(), field: "ksm_rmap_items" })
+    };
+    members.pids().map(of).sum()
 }
 
 /// Whether the kernel reports which processes have enabled merging by KSM (Linux 6.16).

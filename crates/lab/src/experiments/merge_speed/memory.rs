@@ -1,6 +1,5 @@
-//! Memory with a known content, and its page frames according to the kernel.
+//! Memory with a known content.
 
-use std::fs::File;
 use std::sync::Arc;
 
 use ebb_abi::{PageRange, Pfn};
@@ -8,20 +7,18 @@ use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec};
 use rustix::time::{ClockId, clock_gettime};
 use vm_memory::{Bytes, GuestAddress};
 
-use super::content::{ContentId, Contents, PAGE_BYTES, page};
+use super::content::{ContentId, PAGE_BYTES, page};
 use crate::LabError;
-use crate::harness::maps::{self, FRAME, PRESENT};
 
 /// Number of pages to handle at a time.
 const CHUNK_PAGES: usize = 256;
-const PAGEMAP: &str = "/proc/self/pagemap";
 
-/// Memory of this process, written once with known contents; its memories are contiguous.
+/// Memory of this process, written once with known contents.
 #[derive(Debug)]
 pub(super) struct Arena {
     /// Mapped like a guest's memory in a monitor.
     pub(super) ram: Arc<GuestRam>,
-    contents: Contents,
+    contents: Vec<ContentId>,
 }
 
 fn failed(what: &'static str) -> impl Fn(&dyn std::fmt::Display) -> LabError {
@@ -32,72 +29,59 @@ fn pages(first: usize, count: usize) -> PageRange {
     PageRange::new(Pfn::containing((first * PAGE_BYTES) as u64), count as u64)
 }
 
+fn address(page: usize) -> GuestAddress {
+    GuestAddress((page * PAGE_BYTES) as u64)
+}
+
+/// Maps memory of this process like a guest's.
+pub(super) fn map(pages: usize, huge_pages: HugePages) -> Result<GuestRam, LabError> {
+    let region = RegionSpec {
+        start: GuestAddress(0),
+        size_bytes: (pages * PAGE_BYTES) as u64,
+        host_node: None,
+    };
+    GuestRam::new(&[region], Backing::Anonymous, huge_pages, Populate::Lazy)
+        .map_err(|error| failed("cannot map memory")(&error))
+}
+
 impl Arena {
     /// Maps memory for these contents, calls `prepare`, and writes all of it.
-    ///
-    /// Without huge pages: the comparison is about small pages, regardless of which side splits
-    /// huge ones.
     pub(super) fn new(
-        contents: Contents,
+        contents: Vec<ContentId>,
+        huge_pages: HugePages,
         prepare: impl Fn(&GuestRam) -> Result<(), LabError>,
     ) -> Result<Self, LabError> {
-        let cannot = failed("cannot make memory");
-        let region = RegionSpec {
-            start: GuestAddress(0),
-            size_bytes: contents.pages() * PAGE_BYTES as u64,
-            host_node: None,
-        };
-        let ram = GuestRam::new(&[region], Backing::Anonymous, HugePages::Off, Populate::Lazy)
-            .map_err(|error| cannot(&error))?;
+        let cannot = failed("cannot write to memory");
+        let ram = map(contents.len(), huge_pages)?;
         prepare(&ram)?;
-        for (first, ids) in contents.chunks(CHUNK_PAGES) {
+        for (ids, first) in contents.chunks(CHUNK_PAGES).zip((0..).step_by(CHUNK_PAGES)) {
             let bytes: Vec<u8> = ids.iter().flat_map(|id| page(*id)).collect();
             ram.write_pages(pages(first, ids.len()), &bytes).map_err(|error| cannot(&error))?;
         }
         Ok(Self { ram: Arc::new(ram), contents })
     }
 
-    /// The written contents.
-    pub(super) fn contents(&self) -> &Contents {
-        &self.contents
+    /// Reads a word of each page.
+    pub(super) fn read(&self) -> Result<(), LabError> {
+        for page in 0..self.contents.len() {
+            let _: u64 = self
+                .ram
+                .memory()
+                .read_obj(address(page))
+                .map_err(|error| failed("cannot read memory")(&error))?;
+        }
+        Ok(())
     }
 
-    /// Counts the page frames of all memory, each once however often it is mapped, after a read of
-    /// each page: this counts shared pages independently of the side that shared them. Needs root.
-    pub(super) fn frames(&self) -> Result<u64, LabError> {
-        let cannot = failed("cannot count page frames");
-        let pagemap = File::open(PAGEMAP).map_err(|error| cannot(&error))?;
-        let mut frames: Vec<u64> = Vec::new();
-        for page in 0..self.contents.pages() {
-            let address = GuestAddress(page * PAGE_BYTES as u64);
-            let _: u64 = self.ram.memory().read_obj(address).map_err(|error| cannot(&error))?;
-        }
-        for region in self.ram.regions() {
-            let first = region.host_address / maps::PAGE_BYTES;
-            let count = region.size_bytes as usize / PAGE_BYTES;
-            let entries = maps::entries(&pagemap, first, count).map_err(|error| cannot(&error))?;
-            let present = entries.iter().filter(|entry| *entry & PRESENT != 0);
-            frames.extend(present.map(|entry| entry & FRAME));
-        }
-        if frames.iter().all(|frame| *frame == 0) {
-            return Err(cannot(&"the kernel shows them to root only"));
-        }
-        frames.sort_unstable();
-        frames.dedup();
-        Ok(frames.len() as u64)
-    }
-
-    /// Writes to each of these pages once; returns the processor time per page, ns.
-    pub(super) fn write_to(&self, places: &[(usize, usize)]) -> Result<f64, LabError> {
+    /// Writes to each of these pages once; returns the processor time of each, in ns.
+    pub(super) fn write_to(&self, places: &[usize]) -> Result<f64, LabError> {
         let cannot = failed("cannot write to memory");
         let begin = thread_cpu_ns();
-        for (memory, page) in places {
-            let place = self.contents.first_page(*memory) + page;
+        for place in places {
             // The content stays the same: only the fault is measured.
-            let address = GuestAddress((place * PAGE_BYTES) as u64);
             let memory = self.ram.memory();
-            let word: u64 = memory.read_obj(address).map_err(|error| cannot(&error))?;
-            memory.write_obj(word, address).map_err(|error| cannot(&error))?;
+            let word: u64 = memory.read_obj(address(*place)).map_err(|error| cannot(&error))?;
+            memory.write_obj(word, address(*place)).map_err(|error| cannot(&error))?;
         }
         Ok((thread_cpu_ns() - begin) as f64 / places.len().max(1) as f64)
     }
@@ -106,7 +90,7 @@ impl Arena {
     pub(super) fn wrong_pages(&self) -> Result<u64, LabError> {
         let cannot = failed("cannot read memory");
         let mut wrong = 0;
-        for (first, ids) in self.contents.chunks(CHUNK_PAGES) {
+        for (ids, first) in self.contents.chunks(CHUNK_PAGES).zip((0..).step_by(CHUNK_PAGES)) {
             let mut bytes = vec![0; ids.len() * PAGE_BYTES];
             self.ram
                 .read_pages(pages(first, ids.len()), &mut bytes)
@@ -120,7 +104,7 @@ impl Arena {
 }
 
 /// Processor time of the calling thread.
-pub(super) fn thread_cpu_ns() -> u64 {
+fn thread_cpu_ns() -> u64 {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }

@@ -6,15 +6,16 @@ use crate::report::figures::DataTable;
 use crate::report::metrics::{self, Metric};
 use crate::report::results::{MetricInfo, Series};
 
-/// Name of the owner's series.
+/// Name of the owners' series.
 pub(super) const OWNER: &str = "owner";
+/// Name of the owners' series with more mappings than Linux allows by default.
+pub(super) const MANY_MAPPINGS: &str = "owner-mappings";
 /// Name of the kernel's series.
 pub(super) const KSMD: &str = "ksmd";
-/// Name of the kernel's series with smart scan.
-pub(super) const KSMD_SMART: &str = "ksmd-smart";
 
 /// Shapes with duplicates.
-pub(super) const MERGED: [Shape; 3] = [Shape::Scattered, Shape::Runs, Shape::Clones];
+pub(super) const MERGED: [Shape; 4] =
+    [Shape::Runs, Shape::Clones, Shape::Scattered, Shape::ScatteredSmall];
 
 /// Measurements of a series.
 #[derive(Debug, Default)]
@@ -23,80 +24,86 @@ pub(super) struct Found {
     pub(super) mergings: Vec<Merging>,
 }
 
+/// Computes a metric from one measurement.
+type Value = fn(&Merging) -> Option<f64>;
+
 /// All metrics.
 fn metrics() -> Vec<Metric<Found>> {
-    fn scanned(name: &str, title: &str, value: fn(&Scanning) -> Option<f64>) -> Metric<Found> {
-        Metric::median(name, title, "", move |found: &Found| {
-            found.scannings.iter().filter_map(value).collect()
+    let mut metrics: Vec<Metric<Found>> = MERGED.into_iter().flat_map(of_shape).collect();
+    metrics.extend([
+        scanned("unique_first_pages_per_cpu_s", "Unique pages read in a CPU-second", "", |one| {
+            one.first_per_cpu_s
         })
-        .better_higher()
-    }
-    let merged = |shape: Shape, company, name: &str, title: &str, unit, value: Value| {
-        let (name, title) =
-            (format!("{}_{name}", shape.name()), format!("{title}: {}", shape.title()));
-        Metric::median(name, title, unit, move |found: &Found| {
-            let of = |one: &&Merging| one.shape == shape && one.company == company;
-            found.mergings.iter().filter(of).filter_map(value).collect()
+        .better_higher(),
+        scanned(
+            "unique_steady_pages_per_cpu_s",
+            "Unique pages passed over in a CPU-second later, most without being read",
+            "",
+            |one| one.steady_per_cpu_s,
+        )
+        .better_higher(),
+        scanned("unique_huge_percent", "Huge pages left: unique pages", "%", |one| {
+            huge_percent(one.huge_pages)
         })
-    };
+        .better_higher(),
+        scanned("metadata_bytes_per_page", "Metadata for each unique page", "bytes", |one| {
+            Some(one.metadata_bytes_per_page)
+        }),
+    ]);
     let times =
         |name, title, of| Metric::ratio(name, format!("Times as many as ksmd: {title}"), of);
-    let mut metrics = vec![
-        scanned(
-            "unique_first_pages_per_cpu_s",
-            "Unique pages scanned in a CPU-second, until each was read once",
-            |scanning| scanning.first.per_cpu_s(scanning.first.pages),
-        ),
-        scanned(
-            "unique_steady_pages_per_cpu_s",
-            "Unique pages scanned in a CPU-second, steady state",
-            |scanning| scanning.steady.per_cpu_s(scanning.steady.pages),
-        ),
-        Metric::median(
-            "metadata_bytes_per_page",
-            "Metadata for each scanned page",
-            "bytes",
-            |found: &Found| found.scannings.iter().map(|one| one.metadata_bytes_per_page).collect(),
-        ),
-    ];
-    let (rate, busy) = ("Pages freed in a CPU-second", Company::Sibling);
-    let beside = "Pages freed in a CPU-second, beside a busy thread";
-    let freed = "Freed of what could be";
-    let loss = "What the busy thread loses meanwhile";
-    for shape in MERGED {
-        let alone =
-            |name, title, unit, value| merged(shape, Company::Alone, name, title, unit, value);
-        metrics.extend([
-            alone("freed_per_cpu_s", rate, "", freed_rate).better_higher(),
-            merged(shape, busy, "busy_freed_per_cpu_s", beside, "", freed_rate).better_higher(),
-            alone("freed_percent", freed, "%", freed_percent).better_higher(),
-            alone("write_ns", "First write to a merged page", "ns", |merging| merging.write_ns),
-            merged(shape, busy, "sibling_loss_percent", loss, "%", loss_percent),
-        ]);
-    }
     metrics.extend([
-        times(
-            "unique_first_times_ksmd",
-            "unique pages, first pass",
-            "unique_first_pages_per_cpu_s",
-        ),
-        times(
-            "unique_steady_times_ksmd",
-            "unique pages, steady state",
-            "unique_steady_pages_per_cpu_s",
-        ),
-        times("scattered_times_ksmd", "scattered duplicates freed", "scattered_freed_per_cpu_s"),
         times("runs_times_ksmd", "duplicates in runs of 64 freed", "runs_freed_per_cpu_s"),
-        times("clones_times_ksmd", "pages of four clones freed", "clones_freed_per_cpu_s"),
+        times("clones_times_ksmd", "pages of two clones freed", "clones_freed_per_cpu_s"),
+        times("small_times_ksmd", "scattered small pages freed", "small_freed_per_cpu_s"),
+        times("unique_first_times_ksmd", "unique pages read", "unique_first_pages_per_cpu_s"),
     ]);
     metrics
 }
 
-/// Computes a metric from one measurement.
-type Value = fn(&Merging) -> Option<f64>;
+fn scanned(
+    name: &str,
+    title: &str,
+    unit: &str,
+    value: fn(&Scanning) -> Option<f64>,
+) -> Metric<Found> {
+    Metric::median(name, title, unit, move |found: &Found| {
+        found.scannings.iter().filter_map(value).collect()
+    })
+}
 
-fn freed_rate(merging: &Merging) -> Option<f64> {
-    merging.work.per_cpu_s(merging.freed_pages)
+fn of_shape(shape: Shape) -> Vec<Metric<Found>> {
+    let metric = |company, name: &str, title: &str, unit: &str, value: Value| {
+        let name = format!("{}_{name}", shape.name());
+        Metric::median(name, format!("{title}: {}", shape.title()), unit, move |found: &Found| {
+            let of = |one: &&Merging| one.shape == shape && one.company == company;
+            found.mergings.iter().filter(of).filter_map(value).collect()
+        })
+    };
+    let alone = |name, title, unit, value| metric(Company::Alone, name, title, unit, value);
+    vec![
+        alone(
+            "freed_per_cpu_s",
+            "Pages freed in a second of all processor time",
+            "",
+            freed_per_cpu_s,
+        )
+        .better_higher(),
+        alone("freed_percent", "Freed of what could be", "%", freed_percent).better_higher(),
+        alone("huge_percent", "Huge pages left", "%", |one| huge_percent(one.huge_pages))
+            .better_higher(),
+        alone("write_ns", "First write to a page with an equal one", "ns", |one| {
+            one.equal_write_ns
+        }),
+        alone("other_write_ns", "First write to another page", "ns", |one| one.unequal_write_ns),
+        metric(
+            Company::Sibling,
+            "sibling_loss_percent",
+            "What a busy thread of the process loses meanwhile",
+            "%",
+            loss_percent,
+        ),
+    ]
 }
 
 /// Descriptions of the metrics.
@@ -117,9 +124,17 @@ pub(super) fn fill(found: &Found, series: &mut Series) {
     }
 }
 
+fn freed_per_cpu_s(merging: &Merging) -> Option<f64> {
+    merging.price().per_cpu_s(merging.freed_pages)
+}
+
 fn freed_percent(merging: &Merging) -> Option<f64> {
     (merging.surplus_pages > 0)
         .then(|| merging.freed_pages as f64 * 100.0 / merging.surplus_pages as f64)
+}
+
+fn huge_percent((before, after): (u64, u64)) -> Option<f64> {
+    (before > 0).then(|| after as f64 * 100.0 / before as f64)
 }
 
 /// Slowdown of the second thread during merging, in percent.
@@ -134,6 +149,7 @@ fn table(mergings: &[Merging]) -> DataTable {
         Company::Alone => "none",
         Company::Sibling => "busy",
     };
+    let ms = |ns: u64| ns as f64 / 1e6;
     DataTable::of(
         "every measurement",
         mergings,
@@ -142,9 +158,15 @@ fn table(mergings: &[Merging]) -> DataTable {
             ("second thread", &|one| company(one.company).into()),
             ("could go, pages", &|one| one.surplus_pages.into()),
             ("freed, pages", &|one| one.freed_pages.into()),
-            ("CPU, ms", &|one| (one.work.cpu_ns as f64 / 1e6).into()),
-            ("time, ms", &|one| (one.work.wall_ns as f64 / 1e6).into()),
-            ("first write, ns", &|one| one.write_ns.into()),
+            ("CPU of the processes, ms", &|one| ms(one.work.members).into()),
+            ("of the broker, ms", &|one| ms(one.price().broker).into()),
+            ("of kernel threads, ms", &|one| ms(one.price().kernel).into()),
+            ("of reading again, ms", &|one| ms(one.reading.members).into()),
+            ("time, ms", &|one| ms(one.wall_ns).into()),
+            ("huge pages before", &|one| one.huge_pages.0.into()),
+            ("after", &|one| one.huge_pages.1.into()),
+            ("first write, ns", &|one| one.equal_write_ns.into()),
+            ("to another page, ns", &|one| one.unequal_write_ns.into()),
             ("second thread's loss, %", &|one| loss_percent(one).into()),
         ],
     )
@@ -153,26 +175,36 @@ fn table(mergings: &[Merging]) -> DataTable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::experiments::merge_speed::side::Work;
+    use crate::experiments::merge_speed::price::Price;
 
     const MS: u64 = 1_000_000;
 
     fn merging(shape: Shape, company: Company, cpu_ms: u64) -> Merging {
+        let price = |share| Price { members: cpu_ms * MS * share / 4, ..Price::default() };
         Merging {
             shape,
             company,
-            work: Work { cpu_ns: cpu_ms * MS, wall_ns: 2 * cpu_ms * MS, pages: 4000 },
+            work: price(3),
+            reading: price(1),
+            wall_ns: 2 * cpu_ms * MS,
             surplus_pages: 2000,
             freed_pages: 1000,
-            write_ns: (company == Company::Alone).then_some(700.0),
+            huge_pages: (16, 12),
+            equal_write_ns: Some(700.0),
+            unequal_write_ns: Some(90.0),
             sibling_per_s: (company == Company::Sibling).then_some((200.0, 150.0)),
         }
     }
 
     fn filled(name: &str, cpu_ms: u64) -> Series {
-        let work = Work { cpu_ns: cpu_ms * MS, wall_ns: 0, pages: 10_000 };
+        let rate = Some(10_000.0 * 1000.0 / cpu_ms as f64);
         let found = Found {
-            scannings: vec![Scanning { first: work, steady: work, metadata_bytes_per_page: 64.0 }],
+            scannings: vec![Scanning {
+                first_per_cpu_s: rate,
+                steady_per_cpu_s: rate,
+                metadata_bytes_per_page: 64.0,
+                huge_pages: (64, 64),
+            }],
             mergings: MERGED
                 .into_iter()
                 .flat_map(|shape| {
@@ -190,19 +222,21 @@ mod tests {
     fn metrics_follow_from_the_measurements() {
         let filled = filled(KSMD, 100);
         assert_eq!(filled.metrics["unique_steady_pages_per_cpu_s"], Some(100_000.0));
-        assert_eq!(filled.metrics["runs_freed_per_cpu_s"], Some(10_000.0));
+        assert_eq!(filled.metrics["unique_huge_percent"], Some(100.0));
+        assert_eq!(filled.metrics["runs_freed_per_cpu_s"], Some(10_000.0), "all of the price");
         assert_eq!(filled.metrics["runs_freed_percent"], Some(50.0));
+        assert_eq!(filled.metrics["runs_huge_percent"], Some(75.0));
         assert_eq!(filled.metrics["clones_sibling_loss_percent"], Some(25.0));
         assert_eq!(filled.metrics["clones_write_ns"], Some(700.0));
+        assert_eq!(filled.metrics["small_other_write_ns"], Some(90.0));
         assert_eq!(filled.metrics["runs_times_ksmd"], None);
     }
 
     #[test]
-    fn series_are_compared_with_the_kernels_thread_without_smart_scan() {
-        let mut all = [filled(KSMD, 100), filled(KSMD_SMART, 50), filled(OWNER, 10)];
+    fn series_are_compared_with_the_kernels_thread() {
+        let mut all = [filled(KSMD, 100), filled(OWNER, 10)];
         compare(&mut all);
-        assert_eq!(all[2].metrics["scattered_times_ksmd"], Some(10.0));
-        assert_eq!(all[1].metrics["unique_steady_times_ksmd"], Some(2.0));
+        assert_eq!(all[1].metrics["small_times_ksmd"], Some(10.0));
         assert_eq!(all[0].metrics["unique_first_times_ksmd"], Some(1.0));
         let mut alone = [filled(OWNER, 10)];
         compare(&mut alone);

@@ -6,16 +6,19 @@ use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
 use ebb_abi::{PageRange, Pfn};
-use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec};
+use ebb_guest_ram::{GuestRam, HugePages};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::content::PAGE_BYTES;
+use super::memory;
 use crate::LabError;
 use crate::harness::proc;
 use crate::report::statistics::Random;
 
 /// Number of pages that it writes to: more than the TLB covers.
 const PAGES: usize = 8192;
+/// Name of the thread.
+pub(super) const NAME: &str = "sibling";
 /// Writes between two page faults.
 const WRITES: usize = 512;
 
@@ -44,13 +47,7 @@ impl Sibling {
         let cannot = |cause: &dyn std::fmt::Display| {
             LabError::Merging(format!("cannot start a second thread: {cause}"))
         };
-        let region = RegionSpec {
-            start: GuestAddress(0),
-            size_bytes: (PAGES * PAGE_BYTES) as u64,
-            host_node: None,
-        };
-        let ram = GuestRam::new(&[region], Backing::Anonymous, HugePages::Off, Populate::Lazy)
-            .map_err(|error| cannot(&error))?;
+        let ram = memory::map(PAGES, HugePages::Off)?;
         let (stop, rounds, thread_id) = (
             Arc::<AtomicBool>::default(),
             Arc::<AtomicU64>::default(),
@@ -58,7 +55,7 @@ impl Sibling {
         );
         let shared = (stop.clone(), rounds.clone(), thread_id.clone());
         let thread = thread::Builder::new()
-            .name("sibling".to_owned())
+            .name(NAME.to_owned())
             .spawn(move || work(&ram, &shared.0, &shared.1, &shared.2))
             .map_err(|error| cannot(&error))?;
         Ok(Self { stop, rounds, thread_id, thread: Some(thread) })
