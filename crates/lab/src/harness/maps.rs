@@ -99,29 +99,33 @@ pub fn parse(text: &str) -> Vec<Mapping> {
 const LEAST_BYTES: u64 = 16 << 20;
 
 /// Ranges of guest memory: private memory without gaps between two adjacent pieces of reserved
-/// address space.
+/// address space. Not all of it is stable pages: a monitor also has private mappings of whole files
+/// of them, of which it makes those in guest memory.
 pub fn guest_memory(mappings: &[Mapping]) -> Vec<Range<u64>> {
     let mut found = Vec::new();
-    // The current range, which began right after reserved address space.
-    let mut open: Option<Range<u64>> = None;
-    let mut before: Option<&Mapping> = None;
-    for mapping in mappings {
+    // The current mappings, which began right after reserved address space.
+    let mut open: Option<Range<usize>> = None;
+    for (number, mapping) in mappings.iter().enumerate() {
+        let before = number.checked_sub(1).map(|before| &mappings[before]);
         let touches = before.is_some_and(|before| before.end == mapping.start);
         open = match open.take() {
-            Some(range) if touches && mapping.is_private_memory() => Some(range.start..mapping.end),
-            Some(range) if touches && mapping.is_reserved() => {
-                found.extend((range.end - range.start >= LEAST_BYTES).then_some(range));
+            Some(all) if touches && mapping.is_private_memory() => Some(all.start..number + 1),
+            Some(all) if touches && mapping.is_reserved() => {
+                let all = &mappings[all];
+                let range = all[0].start..mapping.start;
+                let is_guests = range.end - range.start >= LEAST_BYTES
+                    && all.iter().any(|one| one.stable().is_none());
+                found.extend(is_guests.then_some(range));
                 None
             }
             None if touches
                 && before.is_some_and(Mapping::is_reserved)
                 && mapping.is_private_memory() =>
             {
-                Some(mapping.start..mapping.end)
+                Some(number..number + 1)
             }
             _ => None,
         };
-        before = Some(mapping);
     }
     found
 }
@@ -146,6 +150,10 @@ mod tests {
 7f0016000000-7f0016001000 ---p 00000000 00:00 0
 7f0016001000-7f0016201000 rw-p 00000000 00:00 0
 7f0016201000-7f0016202000 ---p 00000000 00:00 0
+7f0017000000-7f0017001000 ---p 00000000 00:00 0
+7f0017001000-7f0019001000 rw-p 00000000 00:01 77                         /memfd:ebb-stable (deleted)
+7f0019001000-7f001b001000 rw-p 00000000 00:01 78                         /memfd:ebb-stable (deleted)
+7f001b001000-7f001b002000 ---p 00000000 00:00 0
 55d0a8c00000-55d0a8e00000 rw-p 00000000 00:01 1234                       /bin/ebb
 rubbish
 ";
@@ -153,18 +161,19 @@ rubbish
     #[test]
     fn mappings_are_classified() {
         let mappings = parse(MAPS);
-        assert_eq!(mappings.len(), 16);
+        assert_eq!(mappings.len(), 20);
         assert_eq!(mappings[1].stable(), Some((77, 3)));
         assert_eq!(mappings[1].pages(), (0x7_f000_0001, 15));
         assert!(mappings[1].is_private_memory() && !mappings[1].is_reader());
         assert!(mappings[6].is_reader() && !mappings[6].is_private_memory());
-        assert_eq!((mappings[2].inode, mappings[15].inode), (0, 1234));
-        assert_eq!(mappings[15].name, "/bin/ebb");
+        assert_eq!((mappings[2].inode, mappings[19].inode), (0, 1234));
+        assert_eq!(mappings[19].name, "/bin/ebb");
     }
 
     #[test]
     fn guest_memory_is_between_reserved_address_space() {
-        // Neither a range with a gap at its end, nor a read-only one, nor a stack.
+        // Neither a range with a gap at its end, nor a read-only one, nor a stack, nor whole files of
+        // stable pages.
         assert_eq!(guest_memory(&parse(MAPS)), [0x7f00_0000_1000..0x7f00_0200_1000]);
         assert_eq!(guest_memory(&[]), []);
     }
