@@ -16,6 +16,7 @@ pub mod free_pages;
 pub mod inflate;
 pub mod memhog;
 pub mod merge_speed;
+pub mod merge_survey;
 pub mod migrate;
 pub mod network;
 pub mod numa_merge;
@@ -24,7 +25,7 @@ pub mod pressure;
 pub mod warm_start;
 
 /// All experiments, in the order of the list.
-pub static ALL: [&Experiment; 19] = [
+pub static ALL: [&Experiment; 20] = [
     &density::DENSITY,
     &memhog::MEMHOG,
     &inflate::INFLATE,
@@ -40,6 +41,7 @@ pub static ALL: [&Experiment; 19] = [
     &faults::FAULTS,
     &clock::CLOCK,
     &merge_speed::MERGE_SPEED,
+    &merge_survey::MERGE_SURVEY,
     &numa_merge::NUMA_MERGE,
     &network::NETWORK,
     &disk::DISK,
@@ -78,7 +80,7 @@ mod tests {
             message,
             "unknown experiment 'densitiy'; available: density, memhog, inflate, free-pages, \
              churn, park, pressure, fleet, fork, clones, warm-start, migrate, faults, clock, \
-             merge-speed, numa-merge, network, disk, boot"
+             merge-speed, merge-survey, numa-merge, network, disk, boot"
         );
     }
 

@@ -11,12 +11,46 @@ use ebb_lab::experiments;
 use ebb_lab::report::collection;
 use ebb_lab::report::results::Results;
 
-/// Line of README.md before its table, which ends with the next empty line.
-const README_MARK: &str = "<!-- from docs/results/density.json -->\n";
-/// Metrics and series of the table in README.md.
-const README_METRICS: [&str; 4] =
-    ["guests_without_swap", "swap_used_mib", "idle_guest_rss_mib", "return_90_s"];
-const README_SERIES: [&str; 2] = ["no-reporting", "reporting"];
+/// A table of some results on a page, after a line that names their document, up to the next empty
+/// line.
+struct Excerpt {
+    page: &'static str,
+    document: &'static str,
+    metrics: &'static [&'static str],
+    series: &'static [&'static str],
+}
+
+const EXCERPTS: [Excerpt; 3] = [
+    Excerpt {
+        page: "README.md",
+        document: "density",
+        metrics: &["guests_without_swap", "swap_used_mib", "idle_guest_rss_mib", "return_90_s"],
+        series: &["no-reporting", "reporting"],
+    },
+    Excerpt {
+        page: "docs/merging.md",
+        document: "density-merge",
+        metrics: &["host_per_guest_mib", "merge_cpu_s", "program_s", "start_to_init_s"],
+        series: &["reporting", "merge", "merge-kernel"],
+    },
+    Excerpt {
+        page: "docs/merging.md",
+        document: "merge-speed-full",
+        metrics: &[
+            "runs_freed_per_cpu_s",
+            "runs_freed_percent",
+            "runs_huge_percent",
+            "clones_freed_per_cpu_s",
+            "clones_freed_percent",
+            "scattered_freed_percent",
+            "scattered_huge_percent",
+            "small_freed_per_cpu_s",
+            "small_freed_percent",
+            "unique_steady_pages_per_cpu_s",
+        ],
+        series: &["owner", "owner-mappings", "ksmd"],
+    },
+];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -62,13 +96,16 @@ fn every_experiment_has_a_document() {
 }
 
 #[test]
-fn the_table_of_the_readme_is_rendered_from_a_document() {
+fn the_tables_of_pages_are_rendered_from_documents() {
     let all = documents();
-    let (_, density) = all.iter().find(|(name, _)| name == "density").unwrap();
-    let table = collection::excerpt(density, &README_METRICS, &README_SERIES);
-    let path = root().join("README.md");
-    let text = fs::read_to_string(&path).unwrap();
-    let (before, rest) = text.split_once(README_MARK).unwrap();
-    let (_, after) = rest.split_once("\n\n").unwrap();
-    check(&path, &format!("{before}{README_MARK}{table}\n{after}"));
+    for Excerpt { page, document, metrics, series } in EXCERPTS {
+        let (_, results) = all.iter().find(|(name, _)| name == document).unwrap();
+        let table = collection::excerpt(results, metrics, series);
+        let mark = format!("<!-- from docs/results/{document}.json -->\n");
+        let path = root().join(page);
+        let text = fs::read_to_string(&path).unwrap();
+        let (before, rest) = text.split_once(&mark).unwrap();
+        let (_, after) = rest.split_once("\n\n").unwrap();
+        check(&path, &format!("{before}{mark}{table}\n{after}"));
+    }
 }

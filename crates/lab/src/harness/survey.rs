@@ -15,6 +15,8 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use ebb_page_merge::{PageHash, PageHasher, Secret};
+
 use crate::LabError;
 use crate::harness::maps::{self, FRAME, Mapping, OF_FILE, PAGE_BYTES, PRESENT, SWAPPED, entries};
 
@@ -99,6 +101,37 @@ pub fn of_process(pid: u32, by: MergedBy) -> Result<Observed, LabError> {
         observed.stable.extend(look.stable(mapping).map_err(|cause| failed(&cause))?);
     }
     Ok(observed)
+}
+
+/// The contents of all pages of guest memory that a process has at the host, by their places in the
+/// guest's memory.
+///
+/// # Errors
+/// [`LabError::SystemFile`], [`LabError::Merging`].
+pub fn contents_of_process(pid: u32) -> Result<BTreeMap<u64, PageHash>, LabError> {
+    let process = PathBuf::from(format!("/proc/{pid}"));
+    let path = process.join("maps");
+    let text = fs::read_to_string(&path).map_err(LabError::of_file(&path))?;
+    let (pagemap, memory) = (open(process.join("pagemap"))?, open(process.join("mem"))?);
+    // Nobody makes pages here whose hashes collide on purpose.
+    let hasher = PageHasher::new(&Secret([0; 32]));
+    let mut contents = BTreeMap::new();
+    let mut pages_before = 0;
+    for range in maps::guest_memory(&maps::parse(&text)) {
+        let (first, count) = (range.start / PAGE_BYTES, (range.end - range.start) / PAGE_BYTES);
+        let entries = entries(&pagemap, first, count as usize).map_err(|cause| failed(&cause))?;
+        for (page, entry) in (0..).zip(entries) {
+            if entry & (PRESENT | SWAPPED) != 0 {
+                let mut content = [0; PAGE_BYTES as usize];
+                memory
+                    .read_exact_at(&mut content, range.start + page * PAGE_BYTES)
+                    .map_err(|cause| failed(&cause))?;
+                contents.insert(pages_before + page, hasher.hash(&content));
+            }
+        }
+        pages_before += count;
+    }
+    Ok(contents)
 }
 
 fn failed(cause: &io::Error) -> LabError {
