@@ -13,6 +13,7 @@ use ebb_host_policy::{
 use ebb_page_merge::kernel::SYSFS;
 
 use crate::admission::{Admissions, KEPT_MS, Ticket};
+use crate::common::Common;
 use crate::config::{Config, ConfigError};
 use crate::fleet::{Fleet, Link, Terms, View};
 use crate::host::{Source, Unreadable};
@@ -168,7 +169,8 @@ impl Engine {
 
     fn snapshot(&self, host: Host, at_ms: u64) -> Snapshot {
         let machines = self.fleet.counted().filter_map(|(_, link, view)| view.machine(&link.name));
-        Snapshot { at_ms, host, machines: machines.collect() }
+        let machines = Common::read().divide(machines.collect());
+        Snapshot { at_ms, host, machines }
     }
 
     fn round(&mut self, snapshot: Snapshot) {

@@ -222,14 +222,15 @@ impl Drop for Link {
 }
 
 impl View {
-    /// Its part of a snapshot; `None` before it has answered, and after its process has ended.
-    pub fn machine(&self, name: &str) -> Option<Machine> {
+    /// Its part of a snapshot, and how much of its resident memory other processes may have, too;
+    /// `None` before it has answered, and after its process has ended.
+    pub fn machine(&self, name: &str) -> Option<(Machine, u64)> {
         let seen = self.seen.as_ref()?;
-        let Usage { resident_bytes, swapped_bytes, processor_ms } =
+        let Usage { resident_bytes, shared_bytes, swapped_bytes, processor_ms } =
             self.process.as_ref()?.usage().ok()?;
         // Nothing can be ordered while the monitor does not answer.
         let means = if self.trouble.is_none() { seen.means } else { Means::default() };
-        Some(Machine {
+        let machine = Machine {
             name: name.to_owned(),
             size_bytes: seen.size_bytes,
             resident_bytes: Some(resident_bytes),
@@ -239,7 +240,8 @@ impl View {
             balloon: seen.balloon,
             statistics: seen.statistics,
             means,
-        })
+        };
+        Some((machine, shared_bytes))
     }
 
     /// Whether this is known to be undone.

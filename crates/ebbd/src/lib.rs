@@ -12,6 +12,7 @@ pub mod admission;
 pub mod api;
 pub mod clients;
 pub mod clock;
+pub mod common;
 pub mod config;
 pub mod engine;
 pub mod fleet;

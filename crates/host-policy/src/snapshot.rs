@@ -114,7 +114,8 @@ pub struct Machine {
     pub name: String,
     /// Its memory, as its guest found it at boot.
     pub size_bytes: u64,
-    /// Host memory that its monitor occupies (`RssAnon` and its like, proc_pid_status(5)).
+    /// Host memory that its monitor occupies (`RssAnon` and its like, proc_pid_status(5)); no page
+    /// is counted for two machines.
     pub resident_bytes: Option<u64>,
     /// What the host has swapped out of it (`VmSwap`).
     pub swapped_bytes: Option<u64>,

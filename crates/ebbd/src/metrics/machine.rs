@@ -43,9 +43,11 @@ const ROWS: [Row; 13] = [
         machine.machine.as_ref().map(|machine| machine.is_paused.into())
     }),
     row("machine_memory_bytes", "Its size.", |machine| of(machine, |it| Some(it.size_bytes))),
-    row("machine_resident_bytes", "Host memory that its monitor occupies.", |machine| {
-        of(machine, |it| it.resident_bytes)
-    }),
+    row(
+        "machine_resident_bytes",
+        "Host memory that its monitor occupies, what several machines have in common divided.",
+        |machine| of(machine, |it| it.resident_bytes),
+    ),
     row("machine_swapped_bytes", "What the host has swapped out of it.", |machine| {
         of(machine, |it| it.swapped_bytes)
     }),

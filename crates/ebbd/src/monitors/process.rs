@@ -23,6 +23,8 @@ pub struct Usage {
     /// Anonymous and shared memory, and that of hugetlbfs, in bytes. Pages of other files are not
     /// counted: they are in the page cache anyhow.
     pub resident_bytes: u64,
+    /// The shared memory in it, in bytes.
+    pub shared_bytes: u64,
     /// What the host has swapped out, in bytes.
     pub swapped_bytes: u64,
     /// Processor time since its start, in milliseconds.
@@ -75,6 +77,7 @@ impl Process {
         let resident = ["RssAnon:", "RssShmem:", "HugetlbPages:"].into_iter().map(kib).sum();
         Ok(Usage {
             resident_bytes: resident,
+            shared_bytes: kib("RssShmem:"),
             swapped_bytes: kib("VmSwap:"),
             processor_ms: 10 * ticks(&read(&self.stat)?).unwrap_or(0),
         })
