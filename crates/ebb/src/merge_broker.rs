@@ -1,7 +1,7 @@
 //! `ebb merge-broker`: owns the stable pages that machines of one trust domain share.
 
-use ebb_page_merge::Nodes;
 use std::fmt::Write as _;
+use std::fs;
 use std::io::Write as _;
 use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use ebb_migration::session::Address;
-use ebb_page_merge::MAX_PAGE_SHARING;
 use ebb_page_merge::broker::{Broker, BrokerConfig, BrokerStatus, DomainRule, Limits, ask_status};
+use ebb_page_merge::{MAX_PAGE_SHARING, Nodes};
 use ebb_vmm::config::Switch;
 use ebb_vmm::seccomp::{ThreadFilter, ThreadKind};
 use ebb_vmm::size::ByteSize;
@@ -62,11 +62,11 @@ pub struct Args {
     #[arg(long, value_name = "NAME[=UID]", conflicts_with = "status")]
     domain: Vec<DomainRule>,
     /// Maximum number of bytes of a domain's stable pages; one machine may create half of them
-    /// [default: a quarter of the host's memory]
+    /// [default: a quarter of the memory of the host, or of the broker's cgroup]
     #[arg(long, value_name = "SIZE", conflicts_with = "status")]
     quota: Option<ByteSize>,
-    /// Maximum number of bytes of the stable pages of all domains together [default: half of the
-    /// host's memory, or the quota if that is more]
+    /// Maximum number of bytes of the stable pages of all domains together [default: half of that
+    /// memory, or the quota if that is more]
     #[arg(long, value_name = "SIZE", conflicts_with = "status")]
     total: Option<ByteSize>,
     /// Maximum number of sharers of one stable page; beyond it, duplicates are created
@@ -101,7 +101,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         }
         None => bail!("--listen unix:PATH is missing"),
     };
-    let memory_bytes = host_memory_bytes();
+    let memory_bytes = memory_bytes();
     let quota_bytes = args.quota.map_or(memory_bytes / 4, ByteSize::bytes);
     let total_bytes = args.total.map_or((memory_bytes / 2).max(quota_bytes), ByteSize::bytes);
     for (option, bytes) in [("--quota", quota_bytes), ("--total", total_bytes)] {
@@ -187,14 +187,48 @@ fn table(status: &BrokerStatus) -> String {
     text
 }
 
-fn host_memory_bytes() -> u64 {
+/// The memory that this process can have: the host's, or what its cgroup may use.
+fn memory_bytes() -> u64 {
     let info = rustix::system::sysinfo();
-    (info.totalram as u64).saturating_mul(info.mem_unit.into())
+    let host_bytes = (info.totalram as u64).saturating_mul(info.mem_unit.into());
+    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    cgroup_limit(Path::new("/sys/fs/cgroup"), &groups).map_or(host_bytes, |it| it.min(host_bytes))
+}
+
+/// The lowest `memory.max` of a process's cgroup (version 2) and those that it is in, below `root`.
+/// `groups` is the process's `/proc/PID/cgroup` (cgroups(7)).
+fn cgroup_limit(root: &Path, groups: &str) -> Option<u64> {
+    let group = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let limit = |folder: &Path| -> Option<u64> {
+        fs::read_to_string(root.join(folder).join("memory.max")).ok()?.trim().parse().ok()
+    };
+    Path::new(group).ancestors().filter_map(limit).min()
 }
 
 fn raise_descriptor_limit() {
     let limit = getrlimit(Resource::Nofile);
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
         tracing::debug!("cannot raise the limit of open files: {error}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lowest_limit_of_a_cgroup_and_those_around_it_counts() {
+        let root = tempfile::tempdir().unwrap();
+        let limits = [("a", "8192\n"), ("a/b", "4096\n"), ("a/b/c", "max\n"), ("d", "max\n")];
+        for (folder, limit) in limits {
+            fs::create_dir_all(root.path().join(folder)).unwrap();
+            fs::write(root.path().join(folder).join("memory.max"), limit).unwrap();
+        }
+        let limit = |groups: &str| cgroup_limit(root.path(), groups);
+        assert_eq!(limit("0::/a/b/c\n"), Some(4096));
+        assert_eq!(limit("1:name=systemd:/x\n0::/a\n"), Some(8192));
+        for none in ["0::/d\n", "0::/\n", "0::/nowhere\n", "4:memory:/a\n", ""] {
+            assert_eq!(limit(none), None, "{none}");
+        }
     }
 }

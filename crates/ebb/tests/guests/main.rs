@@ -41,6 +41,7 @@ mod merge_bad;
 mod merge_domains;
 mod merge_forks;
 mod merge_kernel;
+mod merge_limits;
 mod merge_stress;
 mod merge_support;
 mod migration;
@@ -126,6 +127,7 @@ const TESTS: &[&[Test]] = &[
     merge_domains::TESTS,
     merge_forks::TESTS,
     merge_kernel::TESTS,
+    merge_limits::TESTS,
     merge_bad::TESTS,
     merge_stress::TESTS,
 ];

@@ -174,8 +174,22 @@ impl Broker {
     /// Starts it; `name` is unique in the test.
     #[track_caller]
     pub fn start(scene: &Scene, name: &str) -> Self {
+        Self::run(scene, name, Program::new(&scene.world.ebb))
+    }
+
+    /// The same in a cgroup from its start on.
+    #[track_caller]
+    pub fn start_in(scene: &Scene, name: &str, cgroup: &Path) -> Self {
+        let mut program = Program::new(&scene.world.busybox);
+        let procs = cgroup.join("cgroup.procs");
+        program.args(["sh", "-c", "echo $$ > $0 && exec \"$@\""]).arg(procs);
+        program.arg(&scene.world.ebb);
+        Self::run(scene, name, program)
+    }
+
+    #[track_caller]
+    fn run(scene: &Scene, name: &str, mut program: Program) -> Self {
         let socket = scene.path(name);
-        let mut program = Program::new(&scene.world.ebb);
         program.args(["merge-broker", "--listen", &format!("unix:{}", socket.display())]);
         program.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         end_with_parent(&mut program);
@@ -189,6 +203,11 @@ impl Broker {
             UnixStream::connect(&socket).map(drop).map_err(|error| error.to_string())
         });
         Self { process, socket }
+    }
+
+    /// Number of its process.
+    pub fn pid(&self) -> u32 {
+        self.process.id()
     }
 
     /// Options that a member of a domain adds to `--memory`.
