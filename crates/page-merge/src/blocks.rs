@@ -73,11 +73,14 @@ impl Block {
 
     /// Whether its pages can be merged, if a huge page is split for `least` duplicates.
     pub(crate) fn readiness(&self, least: u16) -> Readiness {
-        match &self.reading {
-            _ if !self.is_huge_page() => Readiness::Small,
-            reading if reading.willing => Readiness::Willing,
-            reading if reading.wanted >= least => Readiness::Wanted,
-            _ => Readiness::Whole,
+        if !self.is_huge_page() {
+            Readiness::Small
+        } else if self.reading.willing {
+            Readiness::Willing
+        } else if self.reading.wanted >= least {
+            Readiness::Wanted
+        } else {
+            Readiness::Whole
         }
     }
 

@@ -318,6 +318,7 @@ Rss:                  20 kB
     fn processor_time_and_faults_are_found_after_any_name() {
         let text = "12 (a) b) S 1 2 3 4 5 6 7 8 9 10 250 50 0 0 20 0";
         assert_eq!(process_cpu_ms(text), Some(3000.0));
+        assert_eq!(parent("12 (a) b) S 7 12"), Some(7));
         assert_eq!(minor_faults(text), Some(7));
         assert_eq!((process_cpu_ms("12 (a) S 1"), minor_faults("12 (a) S 1")), (None, None));
     }
@@ -333,6 +334,12 @@ Rss:                  20 kB
             (named_number(text, "ksm_process_profit"), named_number(text, "ksm")),
             (None, None)
         );
+    }
+
+    #[test]
+    fn huge_pages_of_a_process() {
+        let text = "Rss:  9000 kB\nAnonHugePages:      6144 kB\nShmemPmdMapped:   0 kB\n";
+        assert_eq!((huge_pages(text), huge_pages("Rss: 1 kB\n")), (Some(3), None));
     }
 
     #[test]

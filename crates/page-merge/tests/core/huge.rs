@@ -116,6 +116,27 @@ fn a_split_in_vain_is_counted() {
     assert_eq!((statistics.huge_pages_split, statistics.huge_pages_split_in_vain), (1, 1));
 }
 
+/// A device has pinned all of it when it should have been split, and then its content changes.
+#[test]
+fn a_split_that_did_not_happen_is_decided_again() {
+    let mut host = Host::new(eager());
+    let (guest, other) = (host.guest(512), host.guest(512));
+    huge_page(&guest, &other, 512);
+    (0..512).for_each(|pfn| guest.pin(pfn, true));
+    host.passes(8);
+    assert!(host.merger.statistics().replaced_busy > 0);
+    for pfn in 0..512 {
+        guest.pin(pfn, false);
+        guest.write(pfn, 9000 + pfn);
+    }
+    host.passes(200);
+    (0..10).for_each(|pfn| other.write(pfn, 9000 + pfn));
+    host.passes(200);
+    host.check();
+    assert!(guest.is_huge(0));
+    assert_eq!(host.merger.statistics().huge_pages_split, 0);
+}
+
 #[test]
 fn what_is_no_longer_merged_becomes_huge_again() {
     let mut host = Host::new(eager());
