@@ -1,5 +1,6 @@
 //! Kills of both sides of a migration, and of the command that has requested it.
 
+use std::fs;
 use std::path::Path;
 use std::process::Child;
 use std::time::{Duration, Instant};
@@ -39,6 +40,8 @@ struct Tally {
     ended: u32,
     /// The source could not know, and the machine was resumed there.
     unknown: u32,
+    /// It runs at the source, and the receiver waited for another one.
+    waited: u32,
 }
 
 /// State of the machine according to a monitor that may end.
@@ -69,15 +72,51 @@ fn a_moment(random: &mut Random, guest: &Guest, client: &mut Child, whole: Durat
 }
 
 /// What has become of a receiver whose source or client was killed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Received {
+    /// It runs the machine.
+    Machine,
+    /// It has ended.
+    Nothing,
+    /// It waits for another source: this one was killed before it had said what it sends.
+    NoSource,
+}
+
+/// Looks in a row at which a receiver has no connection until it counts as waiting. A machine has
+/// its receiver end, or run, at once after its connection has ended.
+const LOOKS: u32 = 40;
+
+/// Sockets that a monitor has open.
+fn sockets(guest: &Guest) -> usize {
+    let files = fs::read_dir(format!("/proc/{}/fd", guest.pid())).into_iter().flatten().flatten();
+    let links = files.filter_map(|file| fs::read_link(file.path()).ok());
+    links.filter(|link| link.to_string_lossy().starts_with("socket:")).count()
+}
+
+/// `idle` is how many sockets the receiver has without a source.
 #[track_caller]
-fn received(receiver: &mut Guest) -> bool {
-    eventually("the receiver has the machine or ends", 60, || {
+fn received(receiver: &mut Guest, idle: usize) -> Received {
+    let mut looks = 0;
+    eventually("the receiver has the machine, ends, or waits for another source", 60, || {
         if !receiver.is_running() {
-            return Ok(false);
+            return Ok(Received::Nothing);
         }
         let state = state(receiver);
-        when(state == Some(VmState::Running), || format!("{state:?}")).map(|()| true)
+        match state {
+            Some(VmState::Running) => return Ok(Received::Machine),
+            Some(VmState::Receiving) if sockets(receiver) <= idle => looks += 1,
+            _ => {}
+        }
+        when(looks >= LOOKS, || format!("{state:?}")).map(|()| Received::NoSource)
     })
+}
+
+/// Moves the machine to a receiver that waits for it.
+#[track_caller]
+fn take(scene: &Scene, mut guest: Guest, receiver: Guest, address: &str) -> Guest {
+    assert_eq!(Migrate::new(scene, &guest, address).run().0, Some(0), "{}", receiver.log());
+    assert_eq!(guest.wait_end().0, Some(MIGRATED), "{}", guest.log());
+    receiver
 }
 
 pub(super) fn in_a_migration(scene: &Scene) {
@@ -100,6 +139,7 @@ pub(super) fn in_a_migration(scene: &Scene) {
     for round in 0..kills(3) {
         let victim = VICTIMS[round % VICTIMS.len()];
         let (mut receiver, address) = receive().start();
+        let idle = sockets(&receiver);
         let mut client = Migrate::new(scene, &guest, &address).spawn();
         a_moment(&mut random, &guest, &mut client, whole);
         scene.guests().report(&format!("\nround {round}: {victim:?}"));
@@ -111,17 +151,24 @@ pub(super) fn in_a_migration(scene: &Scene) {
                 }
                 guest.wait_end();
                 client.wait().unwrap();
-                if received(&mut receiver) {
-                    tally.moved += 1;
-                    check_nothing_left(scene, &[&receiver]);
-                    receiver
-                } else {
-                    let (code, log) = receiver.wait_end();
-                    assert_eq!(code, Some(1), "{log}");
-                    tally.stayed += 1;
-                    check_nothing_left(scene, &[]);
-                    assert!(!is_locked(&image), "the image is locked");
-                    start()
+                match received(&mut receiver, idle) {
+                    Received::Machine => {
+                        tally.moved += 1;
+                        check_nothing_left(scene, &[&receiver]);
+                        receiver
+                    }
+                    Received::Nothing => {
+                        let (code, log) = receiver.wait_end();
+                        assert_eq!(code, Some(1), "{log}");
+                        tally.stayed += 1;
+                        check_nothing_left(scene, &[]);
+                        assert!(!is_locked(&image), "the image is locked");
+                        start()
+                    }
+                    Received::NoSource => {
+                        tally.waited += 1;
+                        take(scene, start(), receiver, &address)
+                    }
                 }
             }
             Victim::Destination => {
@@ -155,19 +202,30 @@ pub(super) fn in_a_migration(scene: &Scene) {
             Victim::Client => {
                 client.kill().unwrap();
                 client.wait().unwrap();
-                if received(&mut receiver) {
-                    assert_eq!(guest.wait_end().0, Some(MIGRATED), "{}", guest.log());
-                    tally.moved += 1;
-                    check_nothing_left(scene, &[&receiver]);
-                    receiver
-                } else {
+                let runs_at_the_source = || {
                     eventually("the machine runs at the source", 30, || {
                         let state = state(&guest);
                         when(state == Some(VmState::Running), || format!("{state:?}"))
                     });
-                    tally.stayed += 1;
-                    check_nothing_left(scene, &[&guest]);
-                    guest
+                };
+                match received(&mut receiver, idle) {
+                    Received::Machine => {
+                        assert_eq!(guest.wait_end().0, Some(MIGRATED), "{}", guest.log());
+                        tally.moved += 1;
+                        check_nothing_left(scene, &[&receiver]);
+                        receiver
+                    }
+                    Received::Nothing => {
+                        runs_at_the_source();
+                        tally.stayed += 1;
+                        check_nothing_left(scene, &[&guest]);
+                        guest
+                    }
+                    Received::NoSource => {
+                        runs_at_the_source();
+                        tally.waited += 1;
+                        take(scene, guest, receiver, &address)
+                    }
                 }
             }
         };
