@@ -37,12 +37,12 @@ pub static DENSITY: Experiment = Experiment {
 
 /// Sizes of one scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-struct Sizes {
+pub(super) struct Sizes {
     #[serde(flatten)]
-    host: HostShape,
+    pub(super) host: HostShape,
     #[serde(flatten)]
-    guest: GuestSize,
-    program_mib: u64,
+    pub(super) guest: GuestSize,
+    pub(super) program_mib: u64,
     /// Maximum number of guests of a series, even if the host has room for more.
     most_guests: u32,
 }
@@ -51,7 +51,7 @@ struct Sizes {
 /// is slow.
 const MERGED_PAGES_PER_SECOND: u64 = 200_000;
 
-fn sizes(scale: Scale) -> Sizes {
+pub(super) fn sizes(scale: Scale) -> Sizes {
     match scale {
         Scale::Demo => Sizes {
             host: HostShape { memory_mib: 2048, swap_mib: 1024, nodes: 1 },

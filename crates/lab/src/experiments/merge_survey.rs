@@ -6,6 +6,7 @@
 use ebb_agent::protocol::Command;
 use serde::Serialize;
 
+use super::density;
 use crate::LabError;
 use crate::harness::experiment::{Experiment, Run, SeriesPlan, parameters};
 use crate::harness::monitor::Setup;
@@ -40,7 +41,7 @@ pub static MERGE_SURVEY: Experiment = Experiment {
 /// Name of the series without a program.
 const BOOTED: &str = "booted";
 
-/// Sizes of one scale.
+/// Sizes of one scale: those of the experiment `density`, with few guests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 struct Sizes {
     #[serde(flatten)]
@@ -51,22 +52,12 @@ struct Sizes {
     guests: u32,
 }
 
-/// Those of the experiment `density`.
+/// Number of guests.
+const GUESTS: u32 = 3;
+
 fn sizes(scale: Scale) -> Sizes {
-    match scale {
-        Scale::Demo => Sizes {
-            host: HostShape { memory_mib: 2048, swap_mib: 1024, nodes: 1 },
-            guest: GuestSize { memory_mib: 512, cpus: 1 },
-            program_mib: 400,
-            guests: 3,
-        },
-        Scale::Full => Sizes {
-            host: HostShape { memory_mib: 15 * 1024, swap_mib: 4096, nodes: 1 },
-            guest: GuestSize { memory_mib: 5 * 1024, cpus: 1 },
-            program_mib: 4096,
-            guests: 3,
-        },
-    }
+    let density::Sizes { host, guest, program_mib, .. } = density::sizes(scale);
+    Sizes { host, guest, program_mib, guests: GUESTS }
 }
 
 fn metrics() -> Vec<Metric<Equals>> {

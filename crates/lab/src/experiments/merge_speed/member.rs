@@ -1,5 +1,5 @@
-//! A process whose memory is merged: it does what the lab tells it, on its standard input and
-//! output, a line of JSON at a time.
+//! A process whose memory is merged. It reads orders from its standard input and answers each on its
+//! standard output, both as lines of JSON.
 
 use std::io::{BufRead, Write};
 use std::ops::Range;

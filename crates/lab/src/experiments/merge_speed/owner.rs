@@ -17,7 +17,7 @@ use crate::harness::merging::DOMAIN;
 const STEP_PAGES: u64 = 2048;
 /// Time limit for the passes of one order.
 const LIMIT: Duration = Duration::from_secs(300);
-/// No process creates pages here whose hashes collide on purpose.
+/// A fixed secret will do: all pages are the lab's own, and none is made to collide.
 const SECRET: Secret = Secret([0x5a; 32]);
 
 type OwnMerger = Merger<MergeSession, Box<dyn StableStore>>;
