@@ -320,7 +320,6 @@ const MERGE: &[c_long] = &[
 const BROKER: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_clock_nanosleep,
-    libc::SYS_fallocate,
     libc::SYS_fstat,
     libc::SYS_ftruncate,
     libc::SYS_getsockopt,

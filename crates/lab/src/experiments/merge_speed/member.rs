@@ -1,5 +1,5 @@
-//! A process whose memory is merged. It reads orders from its standard input and answers each on its
-//! standard output, both as lines of JSON.
+//! A process whose memory is merged. It reads orders from its standard input and answers each on
+//! its standard output, both as lines of JSON.
 
 use std::io::{BufRead, Write};
 use std::ops::Range;
