@@ -440,20 +440,26 @@ fn bad_files(scene: &Scene) {
         fs::File::options().write(true).open(&bad).unwrap().set_len(length).unwrap();
         refused(&["bad.snapshot", "cut short"]);
     }
-    let damage = |offset: u64, bytes: &[u8]| {
+    let change = |offset: u64, length: usize, change: fn(&mut [u8])| {
         use std::os::unix::fs::FileExt;
         fs::copy(&good, &bad).unwrap();
-        fs::File::options().write(true).open(&bad).unwrap().write_all_at(bytes, offset).unwrap();
+        let file = fs::File::options().read(true).write(true).open(&bad).unwrap();
+        let mut bytes = vec![0; length];
+        file.read_exact_at(&mut bytes, offset).unwrap();
+        change(&mut bytes);
+        file.write_all_at(&bytes, offset).unwrap();
     };
-    damage(8, &77_u32.to_le_bytes());
+    change(8, 4, |version| version.copy_from_slice(&77_u32.to_le_bytes()));
     refused(&["format version 77"]);
-    damage(40, &[0xee]);
+    // Each bit is inverted: a fixed value may be what was there.
+    let invert = |bytes: &mut [u8]| bytes.iter_mut().for_each(|byte| *byte = !*byte);
+    change(40, 1, invert);
     refused(&["damaged"]);
-    damage(whole - 100, b"?");
+    change(whole - 100, 1, invert);
     refused(&["damaged"]);
     // Damaged guest memory is detected by `--verify`.
     let extent = (2 << 20) + (16 << 20);
-    damage(extent + 5, b"not what was there");
+    change(extent + 5, 16, invert);
     let (code, log) = Restore::new(scene, &bad).args(["--verify"]).refused();
     assert_eq!(code, Some(1), "{log}");
 

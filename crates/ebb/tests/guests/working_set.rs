@@ -16,6 +16,8 @@ use crate::setup::Setup;
 pub const TESTS: &[Test] =
     &[Test::new("working_set::recorded_and_read_ahead", 240, recorded_and_read_ahead)];
 
+const HELD_BYTES: u64 = 128 * MIB;
+
 fn recorder(scene: &Scene, socket: &Path, file: &Path) -> Program {
     let mut program = Program::new(&scene.world.ebb);
     program.arg("ctl").arg(socket).arg("working-set").arg(file).arg("--json");
@@ -31,7 +33,7 @@ fn refused(output: &Output, words: &str) {
 fn recorded_and_read_ahead(scene: &Scene) {
     let (file, set) = (scene.path("vm.snapshot"), scene.path("vm.working-set"));
     let guest = Setup::new(scene).memory("size=512M").balloon("reporting=on").start();
-    guest.run(Command::Hold { bytes: 48 * MIB, pattern: 5 });
+    guest.run(Command::Hold { bytes: HELD_BYTES, pattern: 5 });
     guest.write_file("/tmp/note", "kept");
     let output = recorder(scene, guest.socket(), &set).output().unwrap();
     refused(&output, "was not restored from a snapshot");
@@ -64,15 +66,16 @@ fn recorded_and_read_ahead(scene: &Scene) {
     let said: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let all = WorkingSet::read(&set).unwrap();
     assert_eq!(said["bytes"], all.size_bytes());
-    assert!((48 * MIB..256 * MIB).contains(&all.size_bytes()), "{said}");
-    // What the guest has freed is not contained.
+    assert!((HELD_BYTES..256 * MIB).contains(&all.size_bytes()), "{said}");
+    // What the guest has freed is not contained, but for what lies in blocks of 2 MiB that others
+    // use, too: the kernel does not report those. They were 14 MiB of 48.
     guest.run(Command::Release);
     let less = scene.path("less");
     eventually("freed pages are not contained", 60, || {
         let output = recorder(scene, guest.socket(), &less).output().unwrap();
         assert!(output.status.success(), "{output:?}");
         let bytes = WorkingSet::read(&less).unwrap().size_bytes();
-        when(bytes + 32 * MIB < all.size_bytes(), || format!("{bytes} of {said}"))
+        when(bytes + HELD_BYTES / 2 < all.size_bytes(), || format!("{bytes} of {said}"))
     });
     // Its snapshot is another one.
     let second = scene.path("second.snapshot");
