@@ -1,4 +1,5 @@
-//! Merging where a memory cgroup is at its limit: that of a machine, and that of the broker.
+//! Merging in cgroups: where that of a machine or of the broker is at its limit of memory, and where
+//! a node is taken from them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,6 +17,7 @@ use crate::merge_support::{Broker, merged};
 pub const TESTS: &[Test] = &[
     Test::new("merge_limits::of_a_machine", 240, of_a_machine).merging(),
     Test::new("merge_limits::of_the_broker", 240, of_the_broker).merging(),
+    Test::new("merge_limits::without_a_node", 240, without_a_node).merging(),
 ];
 
 const ROOT: &str = "/sys/fs/cgroup";
@@ -24,10 +26,10 @@ const ROOT: &str = "/sys/fs/cgroup";
 struct Cgroup(PathBuf);
 
 impl Cgroup {
-    /// Makes one that counts memory.
-    fn new(scene: &Scene, name: &str) -> Self {
+    /// Makes one with this controller.
+    fn new(scene: &Scene, name: &str, controller: &str) -> Self {
         let root = Path::new(ROOT);
-        fs::write(root.join("cgroup.subtree_control"), "+memory").unwrap();
+        fs::write(root.join("cgroup.subtree_control"), format!("+{controller}")).unwrap();
         let folder = root.join(unique(scene, name));
         fs::create_dir(&folder).unwrap();
         Self(folder)
@@ -36,6 +38,11 @@ impl Cgroup {
     fn set(&self, file: &str, value: &str) {
         let path = self.0.join(file);
         fs::write(&path, value).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    }
+
+    /// The option with which a monitor moves to it.
+    fn option(&self) -> String {
+        format!("path={}", self.0.strip_prefix(ROOT).unwrap().display())
     }
 
     /// Limits its memory, that in swap included.
@@ -67,15 +74,14 @@ impl Drop for Cgroup {
 /// Merging returns memory of a machine that may have no more.
 fn of_a_machine(scene: &Scene) {
     const HELD: u64 = 16 * MIB;
-    let cgroup = Cgroup::new(scene, "machine");
+    let cgroup = Cgroup::new(scene, "machine", "memory");
     let broker = Broker::start(scene, "broker");
     let hold = |guest: &Guest| guest.run(Command::Hold { bytes: HELD, pattern: 71 });
     let setup = || merged(scene, "160M", &broker.member("red"));
     let first = setup().socket("first").start_and_merge();
     hold(&first);
-    let path = format!("path={}", cgroup.0.strip_prefix(ROOT).unwrap().display());
-    let mut limited =
-        setup().socket("limited").args(["--cgroup", &path]).start_and_merge_beside(&[&first]);
+    let setup = setup().socket("limited").args(["--cgroup", &cgroup.option()]);
+    let mut limited = setup.start_and_merge_beside(&[&first]);
     limited.set_merge(&json!({ "run": "unmerge" }));
     limited.wait_unmerged();
     hold(&limited);
@@ -102,7 +108,7 @@ fn of_a_machine(scene: &Scene) {
 /// that is started with a limit keeps below it.
 fn of_the_broker(scene: &Scene) {
     const HELD: u64 = 48 * MIB;
-    let cgroup = Cgroup::new(scene, "broker");
+    let cgroup = Cgroup::new(scene, "broker", "memory");
     let mut broker = Broker::start(scene, "broker");
     cgroup.set("cgroup.procs", &broker.pid().to_string());
     cgroup.limit(12 * MIB);
@@ -136,4 +142,44 @@ fn of_the_broker(scene: &Scene) {
     guests.into_iter().for_each(Guest::check_held);
     assert!(next.is_running());
     assert_eq!(cgroup.kills(), 1);
+}
+
+/// A broker may not use the node on which its machines are, as if the node had gone: stable pages
+/// are elsewhere then. The same node is taken from the machines afterwards: the kernel moves what
+/// they have, and they go on.
+fn without_a_node(scene: &Scene) {
+    const HELD: u64 = 16 * MIB;
+    if !Path::new("/sys/devices/system/node/node1").exists() {
+        println!("this host has one node");
+        return;
+    }
+    for across in ["on", "off"] {
+        let cpuset = |name: &str, nodes: &str| {
+            let cgroup = Cgroup::new(scene, &format!("{name}-{across}"), "cpuset");
+            cgroup.set("cpuset.mems", nodes);
+            cgroup
+        };
+        let (of_broker, of_machines) = (cpuset("broker", "0"), cpuset("machines", "1"));
+        let mut broker = Broker::start_in(scene, &format!("broker-{across}"), &of_broker.0);
+        let member = format!("{},merge_across_nodes={across}", broker.member("red"));
+        let start = |name: &str, others: &[&Guest]| {
+            let setup = merged(scene, "160M", &member).socket(&format!("{name}-{across}"));
+            let setup = setup.args(["--cgroup", &of_machines.option()]);
+            let guest = setup.start_and_merge_beside(others);
+            guest.run(Command::Hold { bytes: HELD, pattern: 73 });
+            guest
+        };
+        let first = start("first", &[]);
+        let second = start("second", &[&first]);
+        let guests = [&first, &second];
+        guests.into_iter().for_each(|guest| guest.wait_merged(HELD / 2));
+        of_machines.set("cpuset.mems", "0");
+        guests.into_iter().for_each(Guest::check_held);
+        for guest in guests {
+            guest.run(Command::Hold { bytes: HELD, pattern: 74 });
+        }
+        guests.into_iter().for_each(|guest| guest.wait_merged(HELD / 2 * 3));
+        guests.into_iter().for_each(Guest::check_held);
+        assert!(broker.is_running());
+    }
 }

@@ -58,18 +58,6 @@ pub enum StableError {
         source: io::Error,
     },
 
-    /// A memory file could not be bound to a node.
-    #[error(
-        "cannot bind stable pages to host node {node}: {source}; `ls /sys/devices/system/node` \
-         lists the nodes"
-    )]
-    BindNode {
-        /// The requested node.
-        node: u32,
-        /// The system error.
-        source: io::Error,
-    },
-
     /// A file could not be mapped for comparisons.
     #[error("cannot map segment {segment} of stable pages: {source}")]
     Map {
@@ -118,7 +106,6 @@ impl From<StableError> for io::Error {
     fn from(error: StableError) -> Self {
         let kind = match &error {
             StableError::Create { source, .. }
-            | StableError::BindNode { source, .. }
             | StableError::Map { source, .. }
             | StableError::Write { source, .. } => source.kind(),
             StableError::Full => io::ErrorKind::StorageFull,

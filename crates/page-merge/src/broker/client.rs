@@ -486,9 +486,12 @@ impl<U: SegmentUser> StableStore for BrokerStore<U> {
         contents: &[u8],
         slots: &mut Vec<StableSlot>,
     ) -> Result<(), StoreError> {
-        if !self.nodes.contains(&node.0) {
-            self.check_node(node)?;
-        }
+        let node = match self.placement {
+            // It is new on the host: the broker does not know it.
+            Nodes::Across if !self.nodes.contains(&node.0) => Node::ANY,
+            Nodes::Across => node,
+            Nodes::Apart => self.check_node(node).map(|()| node)?,
+        };
         let before = slots.len();
         for batch in contents.chunks(BATCH_PAGES * PAGE) {
             if let Err(error) = self.publish_batch(node, batch, slots) {

@@ -155,13 +155,13 @@ impl StableMemory {
         Self { sharing, bounds, shared_with, segments: BTreeMap::new(), next_segment: 0, in_use: 0 }
     }
 
-    /// Appends `pages` slots on `node`, neighbours as far as possible. They must be
+    /// Appends `pages` slots for `node`, whose memory they have as far as it has some, neighbours as
+    /// far as possible. They must be
     /// [written](Self::write) before they are announced.
     ///
     /// # Errors
-    /// [`StableError::Full`], [`StableError::Create`], [`StableError::BindNode`],
-    /// [`StableError::Map`]: another segment is needed and cannot be created. Then no slot was
-    /// allocated.
+    /// [`StableError::Full`], [`StableError::Create`], [`StableError::Map`]: another segment is
+    /// needed and cannot be created. Then no slot was allocated.
     pub fn allocate(
         &mut self,
         node: Option<u32>,
@@ -291,7 +291,7 @@ impl StableMemory {
         self.segments.keys().copied()
     }
 
-    /// The node that a segment is bound to.
+    /// The node that a segment is for.
     pub fn node(&self, segment: u32) -> Option<u32> {
         self.segments.get(&segment)?.node
     }
@@ -350,9 +350,11 @@ impl OwnedSegment {
         if let Some(node) = node {
             // The policy of a shared mapping is the file's: it also holds for pages that are
             // allocated by write(2). Where only one node could have them, the kernel would end
-            // processes when it is full.
-            prefer_node(mapping.address, size_bytes, node)
-                .map_err(|source| StableError::BindNode { node, source })?;
+            // processes when it is full. A node that has gone, or that this process may not use
+            // (cpuset), is one without memory.
+            if let Err(error) = prefer_node(mapping.address, size_bytes, node) {
+                tracing::debug!("stable pages of node {node} are on other nodes: {error}");
+            }
         }
         Ok(Self { file, mapping, node, slots: FreeSlots::new(pages), _taken: taken })
     }
