@@ -1,8 +1,9 @@
-//! Length of the sleep between two steps.
+//! Length of the sleep between two steps, and between two passes.
 
 use std::time::Duration;
 
 use crate::settings::Settings;
+use crate::statistics::Statistics;
 
 /// Cost of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -52,6 +53,57 @@ impl Settings {
     }
 }
 
+/// Calm passes at the ordinary intervals: in these, huge pages that were found at last are read
+/// twice.
+const CALM_AT_FIRST: u32 = 8;
+/// How often the interval doubles after these at most.
+const MOST_DOUBLINGS: u32 = 4;
+/// A pass with this number of changes is calm, however small the memory is: guests are never
+/// completely idle.
+const FEW_CHANGES: u64 = 256;
+
+/// How long a memory has hardly changed. While it does not, a pass finds little to do, and costs
+/// nearly as much as another one: the intervals grow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Calm {
+    /// Pages merged or found written to until the end of the last pass.
+    changes: u64,
+    /// Pages found until then, each time that it was there.
+    found: u64,
+    /// Pages found by the last pass.
+    present: u64,
+    /// Calm passes since the last one that was not.
+    passes: u32,
+    /// Intervals to let pass before the next pass.
+    left: u32,
+}
+
+impl Calm {
+    /// Notes the end of a pass. It was calm if fewer pages than a 32nd of the memory were merged,
+    /// were written to, appeared or disappeared.
+    pub fn note_pass(&mut self, now: &Statistics) {
+        let changes = now.merged_pages + now.written_pages;
+        let found = now.clean_pages + now.written_pages + now.untracked_pages;
+        let present = found - self.found;
+        let moved = changes - self.changes + present.abs_diff(self.present);
+        self.passes = if moved <= FEW_CHANGES.max(present / 32) { self.passes + 1 } else { 0 };
+        (self.changes, self.found, self.present) = (changes, found, present);
+        self.left = (1 << self.passes.saturating_sub(CALM_AT_FIRST).min(MOST_DOUBLINGS)) - 1;
+    }
+
+    /// Whether one more interval passes before the next pass.
+    pub fn waits(&mut self) -> bool {
+        let waits = self.left > 0;
+        self.left = self.left.saturating_sub(1);
+        waits
+    }
+
+    /// Ends it.
+    pub fn end(&mut self) {
+        (self.passes, self.left) = (0, 0);
+    }
+}
+
 /// Time for `count` items at `per_second`.
 fn time_for(count: u64, per_second: u64) -> Duration {
     let nanos = u128::from(count) * 1_000_000_000 / u128::from(per_second.max(1));
@@ -78,6 +130,52 @@ mod tests {
         assert_eq!(busy.sleep_after(effort, 1 << 20), 90 * MS);
         let both = Settings { pages_per_second: Some(50_000), max_cpu_percent: 10, ..settings };
         assert_eq!(both.sleep_after(effort, 1 << 20), 90 * MS);
+    }
+
+    /// The number of intervals until the next pass.
+    fn interval(calm: &mut Calm, statistics: &Statistics) -> u32 {
+        calm.note_pass(statistics);
+        1 + std::iter::repeat_with(|| calm.waits()).take_while(|waits| *waits).count() as u32
+    }
+
+    #[test]
+    fn intervals_grow_while_memory_does_not_change() {
+        let mut calm = Calm::default();
+        let mut statistics = Statistics::default();
+        let mut pass = |written: u64, clean: u64, calm: &mut Calm| {
+            statistics.written_pages += written;
+            statistics.clean_pages += clean;
+            interval(calm, &statistics)
+        };
+        // The first pass finds everything anew. Then a hundredth is written to.
+        let of_idle: Vec<u32> = (0..16).map(|_| pass(1_000, 99_000, &mut calm)).collect();
+        assert_eq!(of_idle, [1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 4, 8, 16, 16, 16, 16]);
+        // Much is written, and much more is there: either ends it.
+        assert_eq!(pass(50_000, 50_000, &mut calm), 1);
+        assert!((0..8).all(|_| pass(1_000, 99_000, &mut calm) == 1));
+        assert_eq!(pass(1_000, 99_000, &mut calm), 2);
+        assert_eq!(pass(1_000, 149_000, &mut calm), 1);
+        assert!((0..8).all(|_| pass(1_000, 149_000, &mut calm) == 1));
+        assert_eq!(pass(1_000, 149_000, &mut calm), 2);
+        calm.end();
+        assert!(!calm.waits());
+        assert_eq!(pass(1_000, 149_000, &mut calm), 1);
+    }
+
+    #[test]
+    fn a_small_memory_is_calm_with_few_changes() {
+        let mut calm = Calm::default();
+        let mut statistics = Statistics::default();
+        for _ in 0..20 {
+            (statistics.written_pages, statistics.merged_pages) =
+                (statistics.written_pages + 200, statistics.merged_pages + 56);
+            statistics.clean_pages += 300;
+            calm.note_pass(&statistics);
+        }
+        assert!(calm.waits());
+        statistics.merged_pages += 257;
+        calm.note_pass(&statistics);
+        assert!(!calm.waits());
     }
 
     #[test]

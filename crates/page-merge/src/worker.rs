@@ -10,7 +10,7 @@ use crate::{
     hash::Secret,
     memory::Memory,
     merger::Merger,
-    pace::Effort,
+    pace::{Calm, Effort},
     settings::Run,
     store::StableStore,
 };
@@ -59,6 +59,7 @@ pub struct Worker<M, S> {
     pass: Option<Duration>,
     /// Effort since the last sleep.
     effort: Effort,
+    calm: Calm,
 }
 
 impl<M: Memory, S: StableStore> Worker<M, S> {
@@ -72,6 +73,7 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
             renew: Box::new(|_, _| None),
             pass: None,
             effort: Effort::default(),
+            calm: Calm::default(),
         };
         worker.publish();
         (worker, control)
@@ -91,9 +93,14 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
 
     fn renew_store(&mut self) {
         let hurry = self.control.hurry();
-        if let Some((store, secret)) = (self.renew)(self.merger.store().why_gone(), &hurry) {
+        let lost = self.merger.store().why_gone();
+        if lost.is_some() {
+            self.calm.end();
+        }
+        if let Some((store, secret)) = (self.renew)(lost, &hurry) {
             self.merger.renew(store, secret);
             self.merger.store_mut().hurry_while(hurry);
+            self.calm.end();
         }
     }
 
@@ -114,6 +121,7 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
                     self.pass = None;
                     // Work done at the old pace must not be compensated by sleep at the new one.
                     self.effort = Effort::default();
+                    self.calm.end();
                     self.publish();
                     self.control.answer(ticket, self.merger.settings(), answer);
                     sleep = Some(Duration::ZERO);
@@ -129,6 +137,9 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
     pub fn turn(&mut self, clock: &impl Clock) -> Option<Duration> {
         if self.pass.is_none() && self.merger.settings().run == Run::Merge {
             self.renew_store();
+            if self.calm.waits() {
+                return Some(Duration::from_millis(self.merger.settings().min_pass_millisecs));
+            }
         }
         let (begin, cpu) = (clock.now(), clock.cpu());
         let pass = *self.pass.get_or_insert(begin);
@@ -148,6 +159,7 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
             Run::Unmerge => Some(Duration::from_millis(u64::from(step.pages == 0))),
             Run::Merge if step.finished_pass => {
                 self.pass = None;
+                self.calm.note_pass(&self.merger.statistics());
                 let next_pass = pass + Duration::from_millis(settings.min_pass_millisecs);
                 let sleep = settings.sleep_after(std::mem::take(&mut self.effort), pages);
                 Some(sleep.max(next_pass.saturating_sub(end)))

@@ -201,7 +201,16 @@ fn a_pass_begins_no_earlier_than_requested() {
     let (mut worker, guest, control) = worker(settings, 4096);
     let clock = SimClock::new(Duration::from_micros(100));
     pace(&mut worker, &clock, Duration::from_secs(100));
-    assert_eq!(control.statistics().full_scans, 50);
+    // Nine, then after 4, 8, 16 and 32 seconds, and every 32.
+    assert_eq!(control.statistics().full_scans, 13);
+    pace(&mut worker, &clock, Duration::from_secs(320));
+    assert_eq!(control.statistics().full_scans, 23);
+    // Until the guest uses memory.
+    (0..1024).for_each(|pfn| guest.write(pfn, 1));
+    pace(&mut worker, &clock, Duration::from_secs(46));
+    // One finds that, the third after it merges, then eight more, and after 4 and 8 seconds.
+    let statistics = control.statistics();
+    assert_eq!((statistics.full_scans, statistics.merged_pages), (37, 1024));
 
     // Passes over more memory take longer, and the next one follows immediately; pages written to
     // are scanned more slowly.
