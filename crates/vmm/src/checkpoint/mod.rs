@@ -11,6 +11,7 @@
 mod client;
 mod error;
 mod message;
+mod opened;
 
 pub use client::{ForkOptions, Forked, Forks, Held, keep};
 pub use error::CheckpointError;
