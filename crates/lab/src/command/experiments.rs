@@ -41,7 +41,7 @@ pub struct RunArgs {
     /// Series to run instead of the default ones, separated by commas
     #[arg(long, value_name = "NAME,NAME", value_delimiter = ',')]
     series: Option<Vec<String>>,
-    /// Maximum number of guests in a series
+    /// Number of guests in a series; the most, if it ends when the host is full
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     guests: Option<u32>,
     /// Directory for results.json and report.html, or for the documents of all experiments
@@ -117,7 +117,7 @@ impl RunArgs {
             ScaleArg::Demo => Scale::Demo,
             ScaleArg::Full => Scale::Full,
         };
-        RunSize { scale, most_guests: self.guests }
+        RunSize { scale, guests: self.guests }
     }
 
     fn place(&self) -> Wanted {
@@ -243,7 +243,7 @@ mod tests {
             run_args("density --scale full --series reporting,no-reporting --guests 2").unwrap();
         let request = request(&args).unwrap();
         assert_eq!(request.experiment.name, "density");
-        assert_eq!(request.size, RunSize { scale: Scale::Full, most_guests: Some(2) });
+        assert_eq!(request.size, RunSize { scale: Scale::Full, guests: Some(2) });
         assert_eq!(request.selection.chosen, Chosen::ByName);
         assert_eq!(request.selection.plans.len(), 2);
         assert_eq!(request.place, Wanted::Auto);

@@ -152,7 +152,7 @@ mod tests {
     fn run_directly(name: &str) -> (Series, Result<(), LabError>) {
         let (sender, _receiver) = mpsc::channel();
         let events = Events::new(sender);
-        let size = RunSize { scale: Scale::Demo, most_guests: None };
+        let size = RunSize { scale: Scale::Demo, guests: None };
         let mut series = Series::new(name, String::new());
         let machine = OnMachine { size, place: Place::Direct, events: &events };
         let outcome = run(machine, &mut series);

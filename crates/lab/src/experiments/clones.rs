@@ -12,12 +12,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ebb_agent::protocol::Command;
-use ebb_vmm::api::{MergeInfo, MergeState, ParkReport};
+use ebb_vmm::api::{MergeInfo, MergeState};
 use serde::Serialize;
-use serde_json::json;
 
 use crate::LabError;
 use crate::error::GuestProblem;
+use crate::harness::balloon;
 use crate::harness::experiment::{Experiment, Needed, Needs, Run, SeriesPlan, parameters};
 use crate::harness::forks::{Fork, SOCKET_MODULE, TEMPLATE, Template};
 use crate::harness::guest::Guest;
@@ -519,9 +519,7 @@ fn shell(guest: &mut Guest, script: &str) -> Result<Duration, LabError> {
 /// Parks a machine; returns the time of the call in seconds.
 fn park(number: u32, fork: &Fork, keep_mib: u64) -> Result<f64, LabError> {
     let begun = Instant::now();
-    let report: Result<ParkReport, _> =
-        fork.client().put_json("/vm/park", &json!({ "keep_bytes": keep_mib << 20 }));
-    report.map_err(|error| LabError::unexpected(number, error))?;
+    balloon::park(&fork.client(), keep_mib).map_err(|error| LabError::unexpected(number, error))?;
     Ok(rounded(begun.elapsed().as_secs_f64()))
 }
 

@@ -6,7 +6,7 @@
 //! exits; the guest stays; the next one is started. It ends when the host swaps.
 
 use ebb_agent::protocol::Command;
-use ebb_vmm::api::TrimReport;
+use ebb_vmm::api::{ParkReport, TrimReport};
 use serde::Serialize;
 
 use crate::LabError;
@@ -14,7 +14,7 @@ use crate::harness::counters::Counters;
 use crate::harness::driver::{Driver, Tracker};
 use crate::harness::experiment::{Experiment, Run, SeriesPlan, parameters};
 use crate::harness::merging::{Merging, Nodes};
-use crate::harness::monitor::{MonitorKind, Setup};
+use crate::harness::monitor::{Idle, MonitorKind, Setup};
 use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::testbed::Testbed;
 use crate::report::figures::{DataTable, Value};
@@ -46,6 +46,9 @@ pub(super) struct Sizes {
     /// Maximum number of guests of a series, even if the host has room for more.
     most_guests: u32,
 }
+
+/// What a parked guest keeps available.
+const KEEP_MIB: u64 = 24;
 
 /// Pages scanned per second by each monitor, or by the kernel for all guests; an emulated processor
 /// is slow.
@@ -106,6 +109,19 @@ fn series() -> Vec<SeriesPlan> {
             Setup { merging: Merging::Kernel(Nodes::Across), ..ebb },
         ),
         (
+            "packed",
+            "all that makes guests small: Ebb's driver, the words of --lean, each guest parked \
+             when it is idle, and equal pages of all guests merged by the monitors",
+            Setup {
+                lean: true,
+                uncompressed_kernel: true,
+                seldom_wakes: true,
+                idle: Idle::Parked,
+                merging: Merging::Owner(Nodes::Across),
+                ..tracking(Tracker::Reporting)
+            },
+        ),
+        (
             "percpu",
             "Ebb with its driver in the guest, which finds free pages by an array for each CPU",
             tracking(Tracker::Percpu),
@@ -116,7 +132,11 @@ fn series() -> Vec<SeriesPlan> {
              reporting",
             tracking(Tracker::Reporting),
         ),
-        ("reporting-trim", "and the monitor trims zero pages once", Setup { trim: true, ..ebb }),
+        (
+            "reporting-trim",
+            "and the monitor trims zero pages once",
+            Setup { idle: Idle::Trimmed, ..ebb },
+        ),
         (
             "reporting-order-5",
             "the guest reports blocks of 128 KiB and up",
@@ -337,10 +357,19 @@ fn uncaptured_mib(guest: &GuestRecord) -> Option<f64> {
 fn fill(testbed: &mut Testbed<'_>, series: &mut Series, sizes: Sizes) -> Result<(), LabError> {
     let threshold_mib = testbed.swap_threshold_mib();
     let most_guests = testbed.guests(sizes.most_guests);
-    let mut trims = Vec::new();
+    let mut shrunk = Shrunk::default();
+    let mut unmerged = Vec::new();
     while (series.guests.len() as u32) < most_guests {
+        // Merging takes longer than a start: it is waited for once its memory is needed.
+        let merges = testbed.setup().merging != Merging::Off;
+        let room_mib = testbed.usage()?.available_mib;
+        if merges && !unmerged.is_empty() && room_mib < sizes.guest.memory_mib as f64 {
+            testbed.events().step(0, "waits for merging, whose memory the next guest needs");
+            testbed.wait_for_merging(&unmerged)?;
+            unmerged.clear();
+        }
         let mut record = testbed.start_guest(sizes.guest)?;
-        if testbed.setup().merging != Merging::Off {
+        if merges {
             // Also while its program runs, because the cost for the guest is part of the result.
             testbed.set_merging(&[record.guest], Some(MERGED_PAGES_PER_SECOND))?;
         }
@@ -355,33 +384,61 @@ fn fill(testbed: &mut Testbed<'_>, series: &mut Series, sizes: Sizes) -> Result<
         };
         let guest = record.guest;
         series.guests.push(record);
+        unmerged.push(guest);
         settled?;
-        trims.extend(testbed.trim(guest)?);
         if full {
             series
                 .notes
                 .push(format!("ended when the host swapped while guest {guest} ran its program"));
-            series.notes.extend(trim_note(&trims));
+            series.notes.extend(shrunk.notes());
             return Ok(());
+        }
+        match testbed.setup().idle {
+            Idle::Left => {}
+            Idle::Trimmed => shrunk.trims.push(testbed.trim(guest)?),
+            Idle::Parked => shrunk.parks.push(testbed.park(guest, KEEP_MIB)?),
         }
     }
     series.notes.push(format!(
         "ended with {most_guests} guests, the most of this run; the host had not swapped"
     ));
-    series.notes.extend(trim_note(&trims));
+    series.notes.extend(shrunk.notes());
     Ok(())
 }
 
-/// Result and cost of trimming.
-fn trim_note(trims: &[TrimReport]) -> Option<String> {
-    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-    let returned = median(trims.iter().map(|trim| mib(trim.returned_bytes)))?;
-    let longest_us = trims.iter().map(|trim| trim.longest_pause_us).max()?;
-    let longest_ms = longest_us as f64 / 1000.0;
-    Some(format!(
-        "a trim returned {returned:.0} MiB (median); the longest pause of a guest was \
-         {longest_ms:.1} ms"
-    ))
+/// What was done with idle guests.
+#[derive(Debug, Default)]
+struct Shrunk {
+    trims: Vec<TrimReport>,
+    parks: Vec<ParkReport>,
+}
+
+impl Shrunk {
+    /// Results and costs.
+    fn notes(&self) -> Vec<String> {
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        let trimmed = median(self.trims.iter().map(|trim| mib(trim.returned_bytes)));
+        let longest_us = self.trims.iter().map(|trim| trim.longest_pause_us).max().unwrap_or(0);
+        let longest_ms = longest_us as f64 / 1000.0;
+        let of_a_park =
+            |park: &ParkReport| mib(park.resident_before_bytes.saturating_sub(park.resident_bytes));
+        let parked = median(self.parks.iter().map(of_a_park));
+        let park_s = median(self.parks.iter().map(|park| park.elapsed_us as f64 / 1e6));
+        [
+            trimmed.map(|mib| {
+                format!(
+                    "a trim returned {mib:.0} MiB (median); the longest pause of a guest was \
+                     {longest_ms:.1} ms"
+                )
+            }),
+            parked.zip(park_s).map(|(mib, s)| {
+                format!("parking returned {mib:.0} MiB and took {s:.2} s (medians)")
+            }),
+        ]
+        .into_iter()
+        .flatten()
+        .collect()
+    }
 }
 
 /// Number of these guests that have not ended.

@@ -29,10 +29,20 @@ pub static MERGE_SURVEY: Experiment = Experiment {
     guests: |scale| sizes(scale).guests,
     metrics: || metrics::describe(metrics()),
     series: || {
-        let plan = |name, summary| SeriesPlan::new(name, summary, Run::Guests(Setup::EBB, run));
+        let plan = |name, summary, setup| SeriesPlan::new(name, summary, Run::Guests(setup, run));
+        let uncompressed = Setup { uncompressed_kernel: true, ..Setup::EBB };
         vec![
-            plan(BOOTED, "guests that have booted"),
-            plan("program", "guests in which a program has used most of the memory and exited"),
+            plan(BOOTED, "guests that have booted", Setup::EBB),
+            plan(
+                "program",
+                "guests in which a program has used most of the memory and exited",
+                Setup::EBB,
+            ),
+            plan(
+                "uncompressed",
+                "the same with an uncompressed kernel, which chooses no random addresses for itself",
+                uncompressed,
+            ),
         ]
     },
     ..Experiment::DEFAULT

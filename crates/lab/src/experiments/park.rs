@@ -22,7 +22,7 @@ use crate::LabError;
 use crate::harness::devices::{Device, HostCache, QemuEngine};
 use crate::harness::driver::{Driver, Module};
 use crate::harness::experiment::{Experiment, Needs, Run, SeriesPlan, parameters};
-use crate::harness::monitor::{MonitorKind, Setup, System};
+use crate::harness::monitor::{Idle, MonitorKind, Setup, System};
 use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::testbed::Testbed;
 use crate::report::metrics::{self, Metric};
@@ -142,7 +142,7 @@ fn series() -> Vec<SeriesPlan> {
         plan(
             TRIM,
             "Linux's driver, PUT /vm/trim until it is complete",
-            Setup { trim: true, ..debian },
+            Setup { idle: Idle::Trimmed, ..debian },
         ),
         plan(
             "qemu-balloon",

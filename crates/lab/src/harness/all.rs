@@ -112,7 +112,7 @@ mod tests {
     #[test]
     fn an_experiment_that_fails_or_cannot_run_does_not_stop_the_others() {
         let folder = tempfile::tempdir().unwrap();
-        let size = RunSize { scale: Scale::Demo, most_guests: None };
+        let size = RunSize { scale: Scale::Demo, guests: None };
         let all = [&BADLY, &NOT_HERE, &WELL];
         let endings =
             run(&all, size, Wanted::Direct, folder.path(), &mut Progress::Silent).unwrap();

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ebb_vmm::api::{
-    BalloonInfo, Client, ClientError, FreePagesReport, MergeChange, MergeInfo, ReclaimReport,
-    TrimReport,
+    BalloonInfo, Client, ClientError, FreePagesReport, MergeChange, MergeInfo, ParkReport,
+    ReclaimReport, TrimReport,
 };
 use serde_json::{Value, json};
 
@@ -147,6 +147,14 @@ impl Balloon {
         Ok(total)
     }
 
+    /// Parks the guest.
+    ///
+    /// # Errors
+    /// [`BalloonError`]; QEMU has no such thing.
+    pub fn park(&mut self, keep_mib: u64) -> Result<ParkReport, BalloonError> {
+        park(self.api("park")?, keep_mib).map_err(BalloonError::Api)
+    }
+
     /// The monitor's counters; QEMU has none.
     ///
     /// # Errors
@@ -220,6 +228,14 @@ impl Balloon {
             }
         }
     }
+}
+
+/// Parks a guest of Ebb, which keeps `keep_mib` of memory available.
+///
+/// # Errors
+/// The monitor's.
+pub fn park(client: &Client, keep_mib: u64) -> Result<ParkReport, ClientError> {
+    client.put_json("/vm/park", &json!({ "keep_bytes": keep_mib << 20 }))
 }
 
 #[cfg(test)]

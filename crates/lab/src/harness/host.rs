@@ -88,6 +88,8 @@ pub struct Usage {
     pub used_mib: f64,
     /// Swap, or what would be swap on a host of the experiment's size.
     pub swap_used_mib: f64,
+    /// Memory that is left for guests.
+    pub available_mib: f64,
 }
 
 /// Measures the use of a host, also if its size differs from the experiment's.
@@ -131,11 +133,16 @@ impl Gauge {
 
     fn usage(&self, state: MemoryState) -> Usage {
         let used_mib = mib(state.used_kib());
-        let swap_used_mib = match self.limit {
-            MemoryLimit::HostMemory => mib(state.swap_used_kib()),
-            MemoryLimit::Budget => (used_mib - self.idle_used_mib - self.budget_mib).max(0.0),
+        let (swap_used_mib, available_mib) = match self.limit {
+            MemoryLimit::HostMemory => {
+                (mib(state.swap_used_kib()), mib(state.total_kib) - used_mib)
+            }
+            MemoryLimit::Budget => {
+                let available_mib = self.budget_mib + self.idle_used_mib - used_mib;
+                ((-available_mib).max(0.0), available_mib.max(0.0))
+            }
         };
-        Usage { used_mib, swap_used_mib }
+        Usage { used_mib, swap_used_mib, available_mib }
     }
 }
 
@@ -371,12 +378,18 @@ mod tests {
         }
     }
 
+    fn used(used_gib: u64, swap_used_gib: u64, available_gib: u64) -> Usage {
+        let [used_mib, swap_used_mib, available_mib] =
+            [used_gib, swap_used_gib, available_gib].map(|gib| gib as f64 * 1024.0);
+        Usage { used_mib, swap_used_mib, available_mib }
+    }
+
     #[test]
     fn a_host_of_the_right_size_is_full_when_it_swaps() {
         let gauge = Gauge::from_state(state(15, 1, 4, 0), 15 * 1024, 4096);
         assert_eq!(gauge.limit(), MemoryLimit::HostMemory);
         let usage = gauge.usage(state(15, 14, 4, 1));
-        assert_eq!(usage, Usage { used_mib: 14.0 * 1024.0, swap_used_mib: 1024.0 });
+        assert_eq!(usage, used(14, 1, 1));
     }
 
     #[test]
@@ -387,9 +400,10 @@ mod tests {
         }
         let gauge = Gauge::from_state(state(256, 10, 0, 0), 15 * 1024, 4096);
         let within = gauge.usage(state(256, 25, 0, 0));
-        assert_eq!(within, Usage { used_mib: 25.0 * 1024.0, swap_used_mib: 0.0 });
+        assert_eq!(within, used(25, 0, 0));
         let beyond = gauge.usage(state(256, 27, 0, 0));
-        assert_eq!(beyond, Usage { used_mib: 27.0 * 1024.0, swap_used_mib: 2048.0 });
+        assert_eq!(beyond, used(27, 2, 0));
+        assert_eq!(gauge.usage(state(256, 12, 0, 0)), used(12, 0, 13));
     }
 
     #[test]

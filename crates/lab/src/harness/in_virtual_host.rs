@@ -188,9 +188,9 @@ fn command(experiment: &Experiment, size: RunSize, selection: &Selection) -> Com
     let command = Command::new("/init")
         .args(["run", experiment.name, "--where", "direct", "--json-events"])
         .args(["--scale", size.scale.name(), "--series", &series.join(",")]);
-    match size.most_guests {
+    match size.guests {
         None => command,
-        Some(most) => command.arg("--guests").arg(most.to_string()),
+        Some(guests) => command.arg("--guests").arg(guests.to_string()),
     }
 }
 
@@ -328,9 +328,9 @@ mod tests {
         let words = "run memhog --where direct --json-events --scale full --series \
                      no-reporting,reporting,bitmap,percpu,qemu-reporting";
         let expected = Command::new("/init").args(words.split(' '));
-        let size = RunSize { scale: Scale::Full, most_guests: None };
+        let size = RunSize { scale: Scale::Full, guests: None };
         assert_eq!(command(experiment, size, &selection), expected);
-        let size = RunSize { most_guests: Some(2), ..size };
+        let size = RunSize { guests: Some(2), ..size };
         assert_eq!(command(experiment, size, &selection), expected.args(["--guests", "2"]));
     }
 }

@@ -88,13 +88,24 @@ pub struct Setup {
     pub clearing: bool,
     /// Whether its kernel has the words of docs/guests.md with which an idle guest seldom wakes.
     pub seldom_wakes: bool,
-    /// Whether an idle guest's zero pages are trimmed once (`PUT /vm/trim`), when the guest's
-    /// memory has been returned after its program; Ebb only.
-    pub trim: bool,
+    /// What is done once with an idle guest, when its memory has been returned after its program;
+    /// Ebb only.
+    pub idle: Idle,
     /// Behaviour of the guest's clocks over pauses and restores; Ebb only.
     pub clock: ClockPolicy,
     /// With or without merging of equal pages; Ebb only.
     pub merging: Merging,
+}
+
+/// What is done with an idle guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Idle {
+    /// Nothing.
+    Left,
+    /// Its zero pages are trimmed (`PUT /vm/trim`).
+    Trimmed,
+    /// It is parked (`PUT /vm/park`).
+    Parked,
 }
 
 impl Setup {
@@ -113,7 +124,7 @@ impl Setup {
         lean: false,
         clearing: true,
         seldom_wakes: false,
-        trim: false,
+        idle: Idle::Left,
         clock: ClockPolicy::Continue,
         merging: Merging::Off,
     };
@@ -137,7 +148,11 @@ impl Setup {
             when(!self.huge_pages, "guest memory without transparent huge pages"),
             self.merging.describe(),
             when(!self.bounce_buffer, "guest without a bounce buffer"),
-            when(self.trim, "trimmed when idle"),
+            match self.idle {
+                Idle::Left => None,
+                Idle::Trimmed => Some("trimmed when idle".to_owned()),
+                Idle::Parked => Some("parked when idle".to_owned()),
+            },
             (self.clock != ClockPolicy::Continue).then(|| format!("--clock {}", self.clock.name())),
             when(self.uncompressed_kernel, "uncompressed kernel (PVH)"),
             match self.system {

@@ -199,7 +199,7 @@ mod tests {
         let plans = experiment.choose(Some(&["raw".to_owned()])).unwrap();
         Request {
             experiment,
-            size: RunSize { scale: crate::report::results::Scale::Demo, most_guests: None },
+            size: RunSize { scale: crate::report::results::Scale::Demo, guests: None },
             selection: Selection { plans, chosen: direct::Chosen::ByName },
             place,
         }

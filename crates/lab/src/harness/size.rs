@@ -33,13 +33,14 @@ pub struct GuestSize {
 pub struct RunSize {
     /// The experiment's size.
     pub scale: Scale,
-    /// Maximum number of guests in a series; `None` leaves it to the experiment.
-    pub most_guests: Option<u32>,
+    /// Number of guests in a series, or the most where the host decides; `None` leaves it to the
+    /// experiment.
+    pub guests: Option<u32>,
 }
 
 impl RunSize {
     /// Number of guests to start when the experiment itself would start `planned`.
     pub fn guests(&self, planned: u32) -> u32 {
-        self.most_guests.map_or(planned, |most| most.min(planned))
+        self.guests.unwrap_or(planned)
     }
 }

@@ -4,13 +4,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ebb_agent::protocol::Command;
-use ebb_vmm::api::{Client, ClientError};
-use serde_json::{Value, json};
+use ebb_vmm::api::{ParkReport, ParkStage};
+use serde::Serialize;
 
 use crate::LabError;
-use crate::harness::balloon::{Balloon, BalloonError};
+use crate::harness::balloon::Balloon;
 use crate::harness::host::mib;
-use crate::harness::monitor::MonitorKind;
+use crate::harness::monitor::{Idle, MonitorKind};
 use crate::harness::testbed::Testbed;
 use crate::report::figures::DataTable;
 use crate::report::statistics::rounded;
@@ -40,15 +40,13 @@ pub(super) struct Stage {
 }
 
 impl Stage {
-    /// A stage of the answer of `PUT /vm/park`.
-    fn of_answer(stage: &Value) -> Self {
-        let text = |name: &str| stage[name].as_str().map(str::to_owned);
+    fn of(stage: &ParkStage) -> Self {
         Self {
-            name: text("stage").unwrap_or_default(),
-            end: text("end").unwrap_or_default(),
-            reason: text("reason"),
-            returned_mib: stage["returned_bytes"].as_f64().map(|bytes| bytes / f64::from(1 << 20)),
-            elapsed_s: stage["elapsed_us"].as_f64().map(|us| us / 1e6),
+            name: word(stage.stage),
+            end: word(stage.end),
+            reason: stage.reason.clone(),
+            returned_mib: Some(stage.returned_bytes as f64 / f64::from(1 << 20)),
+            elapsed_s: Some(stage.elapsed_us as f64 / 1e6),
         }
     }
 }
@@ -66,37 +64,35 @@ pub(super) fn park(
     if setup.monitor == MonitorKind::Qemu {
         return pulse(testbed, guest, available_mib.saturating_sub(keep_mib));
     }
-    let stages = if setup.trim {
-        trim(testbed, guest)?
+    let stages = if setup.idle == Idle::Trimmed {
+        vec![trim(testbed, guest)?]
     } else {
-        let answer = testbed.through(guest, |balloon| {
-            put_park(balloon.api("park")?, keep_mib).map_err(BalloonError::Api)
-        })?;
-        stages_of(&answer).collect()
+        stages_of(&testbed.park(guest, keep_mib)?).collect()
     };
     Ok(Parked { elapsed: begin.elapsed(), stages })
 }
 
-/// `PUT /vm/park`: its answer.
-pub(super) fn put_park(client: &Client, keep_mib: u64) -> Result<Value, ClientError> {
-    client.put_json("/vm/park", &json!({ "keep_bytes": keep_mib << 20 }))
+/// The stages in the answer of `PUT /vm/park`.
+pub(super) fn stages_of(report: &ParkReport) -> impl Iterator<Item = Stage> {
+    report.stages.iter().map(Stage::of)
 }
 
-/// The stages in the answer of `PUT /vm/park`.
-pub(super) fn stages_of(answer: &Value) -> impl Iterator<Item = Stage> {
-    answer["stages"].as_array().into_iter().flatten().map(Stage::of_answer)
+/// The API's word for a value.
+fn word(value: impl Serialize) -> String {
+    let value = serde_json::to_value(value).ok();
+    value.as_ref().and_then(|value| value.as_str()).unwrap_or_default().to_owned()
 }
 
 /// Trims until all of the guest's memory has been scanned.
-fn trim(testbed: &mut Testbed<'_>, guest: u32) -> Result<Vec<Stage>, LabError> {
-    let Some(report) = testbed.trim(guest)? else { return Ok(Vec::new()) };
-    Ok(vec![Stage {
+fn trim(testbed: &mut Testbed<'_>, guest: u32) -> Result<Stage, LabError> {
+    let report = testbed.trim(guest)?;
+    Ok(Stage {
         name: "trim".to_owned(),
         end: "done".to_owned(),
         reason: None,
         returned_mib: Some(report.returned_bytes as f64 / f64::from(1 << 20)),
         elapsed_s: None,
-    }])
+    })
 }
 
 /// Inflates the balloon to this size and deflates it, as an operator does with any monitor.
@@ -166,16 +162,22 @@ pub(super) fn table(stages: &[(u32, Stage)]) -> Option<DataTable> {
 
 #[cfg(test)]
 mod tests {
+    use ebb_vmm::api::{ParkStageEnd, ParkStageName};
+
     use super::*;
 
     #[test]
     fn stages_are_those_of_the_answer() {
-        let answer = json!({ "stage": "evict", "end": "stopped", "reason": "refaults",
-            "returned_bytes": 3 << 20, "elapsed_us": 1_500_000, "unknown": [1] });
-        let stage = Stage::of_answer(&answer);
+        let stage = Stage::of(&ParkStage {
+            stage: ParkStageName::Evict,
+            end: ParkStageEnd::Stopped,
+            reason: Some("refaults".to_owned()),
+            returned_bytes: 3 << 20,
+            elapsed_us: 1_500_000,
+        });
         assert_eq!((stage.name.as_str(), stage.end.as_str()), ("evict", "stopped"));
         assert_eq!((stage.returned_mib, stage.elapsed_s), (Some(3.0), Some(1.5)));
-        let bare = Stage::of_answer(&json!({ "stage": "trim", "end": "done", "reason": null }));
+        let bare = Stage { reason: None, returned_mib: None, elapsed_s: None, ..stage.clone() };
         let shown = table(&[(1, stage), (1, bare)]).unwrap();
         assert_eq!(shown.rows[0][3], "refaults".into());
         assert_eq!(shown.rows[1][3..], ["-".into(), "-".into(), "-".into()]);

@@ -6,11 +6,11 @@ use std::thread;
 use std::time::Instant;
 
 use ebb_agent::protocol::Command;
-use ebb_vmm::api::{Client, ClientError};
-use serde_json::Value;
+use ebb_vmm::api::{Client, ClientError, ParkReport};
 
 use super::{Found, call, sizes};
 use crate::LabError;
+use crate::harness::balloon;
 use crate::harness::driver::{Driver, Tracker};
 use crate::harness::experiment::{Run, SeriesPlan};
 use crate::harness::monitor::Setup;
@@ -74,9 +74,9 @@ fn park(
 }
 
 /// The call for all guests at the same time; their answers.
-fn all_at_once(clients: &[Client], keep_mib: u64) -> Vec<Result<Value, ClientError>> {
+fn all_at_once(clients: &[Client], keep_mib: u64) -> Vec<Result<ParkReport, ClientError>> {
     thread::scope(|scope| {
-        let start = |client| scope.spawn(move || call::put_park(client, keep_mib));
+        let start = |client| scope.spawn(move || balloon::park(client, keep_mib));
         let calls: Vec<_> = clients.iter().map(start).collect();
         let end = |call: thread::ScopedJoinHandle<'_, _>| {
             call.join().unwrap_or_else(|panic| resume_unwind(panic))

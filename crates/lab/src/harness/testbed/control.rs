@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ebb_vmm::api::{FreePagesReport, ReclaimReport, RequestStatus, TrimReport};
+use ebb_vmm::api::{FreePagesReport, ParkReport, ReclaimReport, RequestStatus, TrimReport};
 
 use super::Testbed;
 use crate::LabError;
@@ -97,16 +97,22 @@ impl Testbed<'_> {
         Ok(())
     }
 
-    /// Trims a guest, if the series requests it; returns the report.
+    /// Trims a guest: discards its pages of zeros.
     ///
     /// # Errors
     /// [`LabError::Guest`] when the monitor refuses or the guest has no control socket.
-    pub fn trim(&mut self, guest: u32) -> Result<Option<TrimReport>, LabError> {
-        if !self.setup.trim {
-            return Ok(None);
-        }
+    pub fn trim(&mut self, guest: u32) -> Result<TrimReport, LabError> {
         self.events.step(guest, "is trimmed");
-        self.through(guest, Balloon::trim).map(Some)
+        self.through(guest, Balloon::trim)
+    }
+
+    /// Parks a guest, which keeps `keep_mib` of memory available.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when the monitor refuses or the guest has no control socket.
+    pub fn park(&mut self, guest: u32, keep_mib: u64) -> Result<ParkReport, LabError> {
+        self.events.step(guest, "is parked");
+        self.through(guest, |balloon| balloon.park(keep_mib))
     }
 
     /// The monitor's counters for a guest; `None` under QEMU.

@@ -195,6 +195,14 @@ impl Testbed<'_> {
     /// [`LabError::Guest`], also for a guest whose pages are not merged.
     pub fn wait_for_merging(&mut self, guests: &[u32]) -> Result<Settled, LabError> {
         let begin = Instant::now();
+        if self.ksm.is_none() {
+            // Monitors look at memory that does not change ever more rarely; a change of settings
+            // ends that.
+            let change = MergeChange { run: Some(MergeRun::Merge), ..MergeChange::default() };
+            for guest in guests {
+                self.through(*guest, |balloon| balloon.change_merging(&change))?;
+            }
+        }
         let (mut rest, mut changed_s) = (Rest::default(), 0.0);
         loop {
             let (mut merged, mut passes) = (0, Vec::new());

@@ -9,6 +9,7 @@ use crate::error::GuestProblem;
 use crate::harness::devices::Device;
 use crate::harness::guest::Guest;
 use crate::harness::merging::Merging;
+use crate::harness::monitor::Idle;
 use crate::harness::size::GuestSize;
 use crate::report::results::GuestRecord;
 use crate::report::statistics::rounded;
@@ -20,7 +21,7 @@ impl Testbed<'_> {
     /// # Errors
     /// [`LabError::StartMonitor`], [`LabError::Missing`] and [`LabError::Guest`].
     pub fn start_guest(&mut self, size: GuestSize) -> Result<GuestRecord, LabError> {
-        if self.setup.trim || self.setup.merging != Merging::Off {
+        if self.setup.idle != Idle::Left || self.setup.merging != Merging::Off {
             self.start_controlled_guest(size)
         } else {
             self.start(size, None, &[])
