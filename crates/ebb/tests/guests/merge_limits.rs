@@ -172,13 +172,17 @@ fn without_a_node(scene: &Scene) {
         let first = start("first", &[]);
         let second = start("second", &[&first]);
         let guests = [&first, &second];
-        guests.into_iter().for_each(|guest| guest.wait_merged(HELD / 2));
+        for guest in guests {
+            guest.wait_merged(HELD / 2);
+        }
         of_machines.set("cpuset.mems", "0");
         guests.into_iter().for_each(Guest::check_held);
         for guest in guests {
             guest.run(Command::Hold { bytes: HELD, pattern: 74 });
         }
-        guests.into_iter().for_each(|guest| guest.wait_merged(HELD / 2 * 3));
+        for guest in guests {
+            guest.wait_merged(HELD / 2 * 3);
+        }
         guests.into_iter().for_each(Guest::check_held);
         assert!(broker.is_running());
     }
