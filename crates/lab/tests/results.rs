@@ -20,7 +20,7 @@ struct Excerpt {
     series: &'static [&'static str],
 }
 
-const EXCERPTS: [Excerpt; 3] = [
+const EXCERPTS: [Excerpt; 4] = [
     Excerpt {
         page: "README.md",
         document: "density",
@@ -32,6 +32,20 @@ const EXCERPTS: [Excerpt; 3] = [
         document: "density-merge",
         metrics: &["host_per_guest_mib", "merge_cpu_s", "program_s", "start_to_init_s"],
         series: &["reporting", "merge", "merge-kernel"],
+    },
+    Excerpt {
+        page: "docs/merging.md",
+        document: "density-packed",
+        metrics: &[
+            "guests_without_swap",
+            "swap_used_mib",
+            "host_per_guest_mib",
+            "idle_guest_rss_mib",
+            "idle_guest_pss_mib",
+            "return_90_s",
+            "merge_cpu_s",
+        ],
+        series: &["packed"],
     },
     Excerpt {
         page: "docs/merging.md",

@@ -110,8 +110,9 @@ fn series() -> Vec<SeriesPlan> {
         ),
         (
             "packed",
-            "all that makes guests small: Ebb's driver, the words of --lean, each guest parked \
-             when it is idle, and equal pages of all guests merged by the monitors",
+            "all that makes guests small and quiet: Ebb's driver, an uncompressed kernel with --lean \
+             and the words with which it seldom wakes, each guest parked when it is idle, and equal \
+             pages of all guests merged by the monitors",
             Setup {
                 lean: true,
                 uncompressed_kernel: true,
