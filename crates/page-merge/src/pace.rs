@@ -66,12 +66,14 @@ const FEW_CHANGES: u64 = 256;
 /// nearly as much as another one: the intervals grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Calm {
-    /// Pages merged or found written to until the end of the last pass.
-    changes: u64,
-    /// Pages found until then, each time that it was there.
+    /// Pages found written to until the end of the last pass.
+    written: u64,
+    /// Pages found until then, each time that they were there.
     found: u64,
     /// Pages found by the last pass.
     present: u64,
+    /// Pages that were merged at its end.
+    merged: u64,
     /// Calm passes since the last one that was not.
     passes: u32,
     /// Intervals to let pass before the next pass.
@@ -79,15 +81,17 @@ pub struct Calm {
 }
 
 impl Calm {
-    /// Notes the end of a pass. It was calm if fewer pages than a 32nd of the memory were merged,
-    /// were written to, appeared or disappeared.
+    /// Notes the end of a pass. It was calm if no more than a 32nd of the memory was merged or
+    /// unmerged, was written to, appeared or disappeared.
     pub fn note_pass(&mut self, now: &Statistics) {
-        let changes = now.merged_pages + now.written_pages;
-        let found = now.clean_pages + now.written_pages + now.untracked_pages;
+        let (written, merged) = (now.written_pages, now.merged_pages);
+        let found = now.clean_pages + written + now.untracked_pages;
         let present = found - self.found;
-        let moved = changes - self.changes + present.abs_diff(self.present);
-        self.passes = if moved <= FEW_CHANGES.max(present / 32) { self.passes + 1 } else { 0 };
-        (self.changes, self.found, self.present) = (changes, found, present);
+        let changes =
+            written - self.written + merged.abs_diff(self.merged) + present.abs_diff(self.present);
+        let is_calm = changes <= FEW_CHANGES.max(present / 32);
+        self.passes = if is_calm { self.passes.saturating_add(1) } else { 0 };
+        (self.written, self.found, self.present, self.merged) = (written, found, present, merged);
         self.left = (1 << self.passes.saturating_sub(CALM_AT_FIRST).min(MOST_DOUBLINGS)) - 1;
     }
 
@@ -173,9 +177,12 @@ mod tests {
             calm.note_pass(&statistics);
         }
         assert!(calm.waits());
-        statistics.merged_pages += 257;
-        calm.note_pass(&statistics);
-        assert!(!calm.waits());
+        // Pages that are merged no longer count, too.
+        for merged_pages in [statistics.merged_pages + 257, 0] {
+            statistics.merged_pages = merged_pages;
+            calm.note_pass(&statistics);
+            assert!(!calm.waits());
+        }
     }
 
     #[test]
