@@ -45,7 +45,7 @@ const EXCERPTS: [Excerpt; 4] = [
             "return_90_s",
             "merge_cpu_s",
         ],
-        series: &["packed"],
+        series: &["packed", "packed-bzimage"],
     },
     Excerpt {
         page: "docs/merging.md",

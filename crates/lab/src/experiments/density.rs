@@ -74,6 +74,14 @@ pub(super) fn sizes(scale: Scale) -> Sizes {
 fn series() -> Vec<SeriesPlan> {
     let ebb = Setup::EBB;
     let tracking = |tracker| Setup { driver: Driver::tracking(tracker), ..ebb };
+    let packed = Setup {
+        lean: true,
+        uncompressed_kernel: true,
+        seldom_wakes: true,
+        idle: Idle::Parked,
+        merging: Merging::Owner(Nodes::Across),
+        ..tracking(Tracker::Reporting)
+    };
     let by_default = [
         (
             "no-reporting",
@@ -113,14 +121,12 @@ fn series() -> Vec<SeriesPlan> {
             "all that makes guests small and quiet: Ebb's driver, an uncompressed kernel with --lean \
              and the words with which it seldom wakes, each guest parked when it is idle, and equal \
              pages of all guests merged by the monitors",
-            Setup {
-                lean: true,
-                uncompressed_kernel: true,
-                seldom_wakes: true,
-                idle: Idle::Parked,
-                merging: Merging::Owner(Nodes::Across),
-                ..tracking(Tracker::Reporting)
-            },
+            packed,
+        ),
+        (
+            "packed-bzimage",
+            "the same with a bzImage, whose kernel chooses random addresses",
+            Setup { uncompressed_kernel: false, ..packed },
         ),
         (
             "percpu",

@@ -156,8 +156,7 @@ impl StableMemory {
     }
 
     /// Appends `pages` slots for `node`, whose memory they have as far as it has some, neighbours as
-    /// far as possible. They must be
-    /// [written](Self::write) before they are announced.
+    /// far as possible. They must be [written](Self::write) before they are announced.
     ///
     /// # Errors
     /// [`StableError::Full`], [`StableError::Create`], [`StableError::Map`]: another segment is
