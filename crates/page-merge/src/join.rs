@@ -511,6 +511,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 }
             }
         }
+        // A content may be named more than once.
+        found.sort_unstable_by_key(|item| item.page);
+        found.dedup_by_key(|item| item.page);
         self.confirm_nodes(&mut found, pass);
         let others = found
             .into_iter()

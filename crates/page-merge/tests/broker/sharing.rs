@@ -160,3 +160,15 @@ fn nodes_that_are_kept_apart_have_their_own_pages_and_others_do_not_exist() {
     let domain = broker.domain("numa").unwrap();
     assert_eq!((domain.placement, domain.nodes[0].node), (Nodes::Apart, Some(0)));
 }
+
+#[test]
+fn pages_of_a_node_that_is_new_on_the_host_are_anywhere() {
+    let broker = Running::new(Limits::default());
+    let mut member = broker.member("web");
+    let (hash, mut slots) = (member.hash(1), Vec::new());
+    member.store.publish(Node(999), &[hash], &page(1), &mut slots).unwrap();
+    assert_eq!(slots.len(), 1);
+    let domain = broker.domain("web").unwrap();
+    let pages: Vec<_> = domain.nodes.iter().map(|node| (node.node, node.stable_pages)).collect();
+    assert_eq!(pages, [(None, 1)]);
+}

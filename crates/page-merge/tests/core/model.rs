@@ -326,3 +326,33 @@ fn a_page_of_a_new_huge_page_is_replaced_once() {
     events.iter().for_each(|event| play.apply(event));
     play.finish();
 }
+
+/// Moving many shares of one content to a new store makes several stable pages of it; the pages of
+/// the unstable index that wait for that content are joined once.
+#[test]
+fn a_page_that_waits_is_replaced_once() {
+    let mut play = Play::new(true);
+    let events = [
+        Event::ZeroPages(false),
+        Event::Passes(3),
+        Event::MakeHuge(1),
+        Event::Passes(5),
+        Event::Scan(1065),
+        Event::Passes(10),
+        Event::Write(1, 512, 100),
+        Event::Discard(1, 513),
+        Event::Passes(3),
+        Event::Scan(17),
+        Event::Scan(537),
+        Event::Passes(1),
+        Event::Passes(2),
+        Event::Scan(1065),
+        Event::Scan(1065),
+        Event::Scan(17),
+        Event::Scan(25),
+        Event::WriteBeforeFreeze(0, 0, 0),
+        Event::Renew,
+    ];
+    events.iter().for_each(|event| play.apply(event));
+    play.finish();
+}
