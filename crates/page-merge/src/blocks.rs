@@ -89,6 +89,11 @@ impl Block {
         self.merged
     }
 
+    /// Whether nothing is known about its pages.
+    fn is_unknown(&self) -> bool {
+        self.records.is_none() && !self.huge
+    }
+
     /// Records of the pages, if any is known.
     pub(crate) fn records(&self) -> Option<&[Record]> {
         self.records.as_deref()
@@ -169,6 +174,23 @@ impl Blocks {
 
     pub(crate) fn block_mut(&mut self, number: u32) -> Option<&mut Block> {
         self.all.get_mut(number as usize)
+    }
+
+    /// The range of the blocks from `number` on about which nothing is known, and that are
+    /// neighbours, up to `most_pages`.
+    pub(crate) fn unknown_range(&self, number: u32, most_pages: u64) -> PageRange {
+        let blocks = self.all.get(number as usize..).unwrap_or_default();
+        let mut range = PageRange::default();
+        for block in blocks.iter().take_while(|block| block.is_unknown()) {
+            if range.is_empty() {
+                range.start = block.range.start;
+            }
+            if block.range.start != range.end() || range.pages >= most_pages {
+                break;
+            }
+            range.pages += block.range.pages;
+        }
+        range
     }
 
     /// Guest frame number of a page.

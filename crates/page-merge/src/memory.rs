@@ -38,6 +38,10 @@ pub trait Memory {
     /// The pages that may be scanned, in ascending order, not overlapping.
     fn ranges(&self) -> Vec<PageRange>;
 
+    /// The first page of `range` that a [`look`](Self::look) may find to be anything else than
+    /// absent. The range may span several of the memory's.
+    fn first_with_content(&mut self, range: PageRange) -> Result<Option<Pfn>, Self::Error>;
+
     /// Scans a block of at most [`BLOCK_PAGES`] pages within one range, and fills `looks` with one
     /// entry for each page.
     fn look(&mut self, block: PageRange, looks: &mut Vec<PageLook>) -> Result<(), Self::Error>;
@@ -113,6 +117,10 @@ impl Memory for MergeSession {
 
     fn ranges(&self) -> Vec<PageRange> {
         self.ram().page_ranges()
+    }
+
+    fn first_with_content(&mut self, range: PageRange) -> Result<Option<Pfn>, MergeError> {
+        Self::first_with_content(self, range)
     }
 
     fn look(&mut self, block: PageRange, looks: &mut Vec<PageLook>) -> Result<(), MergeError> {

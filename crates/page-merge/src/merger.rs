@@ -3,7 +3,7 @@
 use crate::{
     domain::{Domain, Pass},
     hash::Secret,
-    memory::Memory,
+    memory::{BLOCK_PAGES, Memory},
     settings::{Run, Settings, SettingsError},
     statistics::Statistics,
     store::StableStore,
@@ -43,6 +43,9 @@ pub struct Merger<M, S> {
     full_scans: u64,
     /// The block where the scan continues; `None` before a pass.
     cursor: Option<u32>,
+    /// Pages that the present pass has scanned so far, and that the one before had.
+    pass_pages: u64,
+    last_pass_pages: Option<u64>,
     /// The block where unmerging continues; `None` if there is nothing left to unmerge.
     unmerging: Option<u32>,
 }
@@ -68,6 +71,8 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
             settings,
             full_scans: 0,
             cursor: None,
+            pass_pages: 0,
+            last_pass_pages: None,
         })
     }
 
@@ -126,9 +131,10 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
         self.domain.renew(store, &secret);
     }
 
-    /// Number of pages of the memory.
-    pub fn pages(&self) -> u64 {
-        self.domain.blocks.pages()
+    /// Number of pages that a pass scans, as far as it is known: those of the one before, or more
+    /// if this one has scanned more by now. Memory that the host does not have is not scanned.
+    pub fn pages_of_a_pass(&self) -> u64 {
+        self.last_pass_pages.map_or(self.domain.blocks.pages(), |last| last.max(self.pass_pages))
     }
 
     /// Executes [`Settings::run`] for about `pages` pages.
@@ -141,12 +147,14 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
     }
 
     /// Scans about `pages` pages (whole blocks of 512), continuing where the last call stopped, and
-    /// at most until the pass over all memory ends.
+    /// at most until the pass over all memory ends. Up to 1 GiB that does not exist, and of which
+    /// nothing is known, counts as one block.
     pub fn scan(&mut self, pages: u64) -> Step {
         let pass = Pass { number: self.full_scans, settings: &self.settings };
         let domain = &mut self.domain;
         if self.cursor.is_none() {
             domain.begin_pass(&pass);
+            self.pass_pages = 0;
         }
         domain.take_notifications(&pass);
         domain.replace_planned(&pass);
@@ -154,14 +162,25 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
         let mut step = Step::default();
         let written = domain.counters.written_pages;
         while block < domain.blocks.len() && step.pages < pages {
-            step.pages += domain.scan_block(block, &pass);
-            block += 1;
+            let next = domain.after_absent(block);
+            if next > block {
+                // It costs as much as a block at most.
+                step.pages += BLOCK_PAGES;
+                block = next;
+            } else {
+                step.pages += domain.scan_block(block, &pass);
+                block += 1;
+            }
         }
+        self.pass_pages += step.pages;
         domain.replace_planned(&pass);
         step.written = domain.counters.written_pages - written;
         step.finished_pass = block >= domain.blocks.len();
         self.cursor = (!step.finished_pass).then_some(block);
         self.full_scans += u64::from(step.finished_pass);
+        if step.finished_pass {
+            self.last_pass_pages = Some(self.pass_pages);
+        }
         step
     }
 

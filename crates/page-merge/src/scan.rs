@@ -27,6 +27,10 @@ const WHOLE_PASSES: u8 = 16;
 /// for twice as many after each further failure.
 const MOST_FAILURES: u32 = 8;
 
+/// Maximum number of pages of which one query asks whether any exists: 1 GiB. The kernel holds the
+/// lock of the process's mappings meanwhile.
+const MOST_QUERIED_PAGES: u64 = 1 << 18;
+
 /// How often that time doubles at most.
 const MOST_DOUBLINGS: u32 = 6;
 
@@ -48,6 +52,24 @@ pub(crate) struct PageContent {
 }
 
 impl<M: Memory, S: StableStore> Domain<M, S> {
+    /// The first block from `number` on that is worth scanning, as far as one query shows it: most
+    /// of a small guest's memory does not exist, and nothing is known about it.
+    pub(crate) fn after_absent(&mut self, number: u32) -> u32 {
+        let range = self.blocks.unknown_range(number, MOST_QUERIED_PAGES);
+        if range.is_empty() {
+            return number;
+        }
+        let absent = match self.memory.first_with_content(range) {
+            Ok(Some(page)) => page.0.clamp(range.start.0, range.end().0) / BLOCK_PAGES,
+            Ok(None) => range.end().0.div_ceil(BLOCK_PAGES),
+            Err(error) => {
+                self.note_memory_error(&error);
+                return number;
+            }
+        };
+        number + (absent - range.start.0 / BLOCK_PAGES) as u32
+    }
+
     /// Scans a block and merges what can be merged of it. Returns the number of pages scanned.
     pub(crate) fn scan_block(&mut self, number: u32, pass: &Pass<'_>) -> u64 {
         let Some(block) = self.blocks.block(number) else { return 0 };

@@ -143,7 +143,7 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
         }
         let (begin, cpu) = (clock.now(), clock.cpu());
         let pass = *self.pass.get_or_insert(begin);
-        let (settings, pages) = (self.merger.settings().clone(), self.merger.pages());
+        let (settings, pages) = (self.merger.settings().clone(), self.merger.pages_of_a_pass());
         let wanted = settings.pages_at_a_time(pages);
         let left = wanted.saturating_sub(self.effort.pages).clamp(1, STEP_PAGES);
         let step = self.merger.step(left);

@@ -93,6 +93,8 @@ pub(super) enum Question {
     Small,
     /// Everything that has content, unchanged.
     Any,
+    /// The first page that has content, except the page of zeros, unchanged.
+    First,
 }
 
 /// Queries pages.
@@ -147,6 +149,12 @@ impl PageScan {
             Question::Any => {
                 argument.category_anyof_mask = PRESENT | SWAPPED;
                 argument.return_mask = WRITTEN | FILE | PRESENT | SWAPPED | ZERO | HUGE;
+            }
+            Question::First => {
+                (argument.vec_len, argument.max_pages) = (1, 1);
+                argument.category_anyof_mask = PRESENT | SWAPPED;
+                argument.category_mask = ZERO;
+                argument.category_inverted = ZERO;
             }
         }
         loop {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, Pfn};
 
 use super::merging::{Ancestry, Merging};
-use super::scan::{PageScan, Question};
+use super::scan::{PageRun, PageScan, Question};
 #[cfg(feature = "testing")]
 use super::schedule::Protection;
 use super::schedule::{Copies, Sampler};
@@ -112,6 +112,29 @@ impl MergeSession {
     /// The memory.
     pub fn ram(&self) -> &GuestRam {
         &self.ram
+    }
+
+    /// The first page of `range` that a [`look`](Self::look) may find to be anything else than
+    /// absent; `None` if there is none. It costs much less than to look at memory that the host
+    /// does not have.
+    ///
+    /// # Errors
+    /// [`MergeError::Kernel`]
+    pub fn first_with_content(&mut self, range: GuestRange) -> Result<Option<Pfn>, MergeError> {
+        for part in self.ram.clip(range) {
+            let Some(address) = self.ram.host_address(part) else { continue };
+            let found = self.scan.ask(address, part.size_bytes() as usize, Question::First);
+            let found = found.map_err(|source| kernel("query which pages exist", part, source))?;
+            let page =
+                |run: &PageRun| Pfn(part.start.0 + ((run.address() - address) / PAGE) as u64);
+            let present = found.first().map(page);
+            let overlaid = self.ram.lock_overlay();
+            let divided = overlaid.and_then(|overlaid| overlaid.first_divided(part));
+            if let Some(first) = [present, divided].into_iter().flatten().min() {
+                return Ok(Some(first));
+            }
+        }
+        Ok(None)
     }
 
     /// Scans a block of at most 512 pages within one region, and fills `looks` with one entry for

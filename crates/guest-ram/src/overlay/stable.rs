@@ -64,6 +64,15 @@ impl FileExtents {
         })
     }
 
+    /// The first page of `range`, which is part of a region, for which a stable file is mapped, or
+    /// where a VMA starts that may be coalesced with others.
+    pub(crate) fn first_divided(&self, range: GuestRange) -> Option<Pfn> {
+        if self.is_stable_mapped(range.start) {
+            return Some(range.start);
+        }
+        self.vmas.starts_inside(range).next().map(Pfn)
+    }
+
     /// Whether this many runs of any length may be mapped anywhere without calling
     /// [`may_map`](Self::may_map) for each.
     pub(crate) fn may_map_all(&self, runs: usize) -> bool {

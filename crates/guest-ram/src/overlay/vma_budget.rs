@@ -150,7 +150,7 @@ impl VmaBudget {
     }
 
     /// Starts behind the first page of `range`.
-    fn starts_inside(&self, range: GuestRange) -> impl Iterator<Item = u64> + use<'_> {
+    pub(super) fn starts_inside(&self, range: GuestRange) -> impl Iterator<Item = u64> + use<'_> {
         let first = range.start.0.saturating_add(1);
         self.starts.range(first..range.end().0.max(first)).copied()
     }

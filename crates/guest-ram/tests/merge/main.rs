@@ -5,6 +5,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
+mod absent;
 mod coalesce_vmas;
 mod common;
 mod huge;

@@ -147,6 +147,14 @@ impl Memory for SimMemory {
         self.world.lock().vms[self.number].ranges.clone()
     }
 
+    fn first_with_content(&mut self, range: PageRange) -> Result<Option<Pfn>, Failure> {
+        let mut inner = self.world.lock();
+        inner.may_fail(self.number)?;
+        let mut pages = inner.vms[self.number].pages.range(range.start..range.end());
+        let has_content = |page: &Page| Inner::look(&mut page.clone()) != PageLook::Absent;
+        Ok(pages.find(|(_, page)| has_content(page)).map(|(pfn, _)| *pfn))
+    }
+
     fn look(&mut self, block: PageRange, looks: &mut Vec<PageLook>) -> Result<(), Failure> {
         let mut inner = self.world.lock();
         inner.may_fail(self.number)?;

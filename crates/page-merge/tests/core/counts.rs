@@ -288,3 +288,26 @@ fn ranges_with_gaps() {
     assert_eq!(host.counts(), (10, 900, 0, 0));
     assert_eq!(host.merger.statistics().pages_scanned, 40 * 910);
 }
+
+/// Most of a guest's memory does not exist until it is used, and after it was freed.
+#[test]
+fn memory_that_does_not_exist_is_not_looked_at() {
+    let mut host = Host::new(eager());
+    let guest = host.guest(64 * 512);
+    let looked_at = |host: &mut Host| {
+        let before = host.merger.statistics().pages_scanned;
+        host.passes(1);
+        host.merger.statistics().pages_scanned - before
+    };
+    assert_eq!(looked_at(&mut host), 0);
+    let pages = [7 * 512 + 5, 40 * 512, 63 * 512 + 511];
+    pages.iter().for_each(|pfn| guest.write(*pfn, 9));
+    assert_eq!(looked_at(&mut host), 3 * 512);
+    host.settle();
+    assert_eq!(host.counts(), (1, 2, 0, 0));
+    assert_eq!(looked_at(&mut host), 3 * 512);
+    pages.iter().for_each(|pfn| guest.discard(*pfn));
+    assert_eq!(looked_at(&mut host), 3 * 512);
+    assert_eq!(looked_at(&mut host), 0);
+    assert_eq!(host.counts(), (0, 0, 0, 0));
+}

@@ -139,6 +139,11 @@ fn a_pause_before_the_start_prevents_the_first_step() {
     });
 }
 
+/// Writes one page of every block in so many.
+fn write_blocks(guest: &Guest, pages: u64, every: usize) {
+    (0..pages).step_by(512 * every).for_each(|pfn| guest.write(pfn, 1 + pfn));
+}
+
 /// Runs turns on a simulated clock, for a while; returns the share of the processor.
 fn pace(
     worker: &mut Worker<SimMemory, StablePages<SimSlots>>,
@@ -163,7 +168,8 @@ fn the_requested_pace_is_kept() {
         max_cpu_percent: 100,
         ..Settings::default()
     };
-    let (mut worker, _guest, control) = worker(settings, 1 << 16);
+    let (mut worker, guest, control) = worker(settings, 1 << 16);
+    write_blocks(&guest, 1 << 16, 1);
     let clock = SimClock::new(Duration::from_micros(100));
     pace(&mut worker, &clock, Duration::from_secs(100));
     let scanned = control.statistics().pages_scanned as f64;
@@ -186,13 +192,29 @@ fn the_requested_pace_is_kept() {
 
 #[test]
 fn a_pass_takes_the_requested_time() {
-    let settings =
-        Settings { run: Run::Merge, target_scan_seconds: Some(20), ..Settings::default() };
-    let (mut worker, _guest, control) = worker(settings, 1 << 19);
+    for every in [1, 32] {
+        let settings =
+            Settings { run: Run::Merge, target_scan_seconds: Some(20), ..Settings::default() };
+        let (mut worker, guest, control) = worker(settings, 1 << 19);
+        write_blocks(&guest, 1 << 19, every);
+        let clock = SimClock::new(Duration::from_micros(20));
+        pace(&mut worker, &clock, Duration::from_secs(200));
+        let passes = control.statistics().full_scans;
+        // The first one does not know how much memory exists.
+        assert!((9..=11).contains(&passes), "{passes} passes in 200 s");
+    }
+}
+
+/// At the same pace, a pass over all of it would take 80 s.
+#[test]
+fn memory_that_does_not_exist_takes_no_time() {
+    let settings = Settings { run: Run::Merge, ..Settings::default() };
+    let (mut worker, guest, control) = worker(settings, 1 << 22);
+    write_blocks(&guest, 1 << 22, 512);
     let clock = SimClock::new(Duration::from_micros(20));
-    pace(&mut worker, &clock, Duration::from_secs(200));
-    let passes = control.statistics().full_scans;
-    assert!((9..=10).contains(&passes), "{passes} passes in 200 s");
+    pace(&mut worker, &clock, Duration::from_secs(11));
+    // They begin after 0, 2, …, 10 s.
+    assert_eq!(control.statistics().full_scans, 6);
 }
 
 #[test]
