@@ -15,7 +15,7 @@ mv "$tree/bin/systemctl" "$tree/bin/systemctl.real"
 cat >"$tree/bin/systemctl" <<'END'
 #!/bin/sh
 echo "$*" >>/tmp/systemctl
-case " $* " in *' daemon-reload '* | *' start '* | *' stop '* | *' restart '*) exit 0 ;; esac
+case " $* " in *' daemon-reload '* | *' start '* | *' stop '* | *' restart '* | *' try-restart '*) exit 0 ;; esac
 exec /bin/systemctl.real "$@"
 END
 chmod 755 "$tree/bin/systemctl"
@@ -106,6 +106,7 @@ inside systemctl.real --root=/ disable ebb-guest-agent >"$log" 2>&1 || fail 'dis
 check 'upgrade'
 install new ebb ebbd ebb-guest-agent
 [ "$(inside dpkg-query -W -f '${Version}' ebb)" != "$version" ] || fail 'not upgraded'
+grep -q 'try-restart.* ebb-merge-broker.service' "$tree/tmp/systemctl" || fail 'the broker is old'
 asked 'restart.* ebb-guest-agent.service'
 equal 'a disabled unit after the upgrade' "$(enabled)" disabled
 inside systemctl.real --root=/ enable ebb-guest-agent >"$log" 2>&1 || fail 'enable'
