@@ -123,14 +123,17 @@ impl MergeSession {
     pub fn first_with_content(&mut self, range: GuestRange) -> Result<Option<Pfn>, MergeError> {
         for part in self.ram.clip(range) {
             let Some(address) = self.ram.host_address(part) else { continue };
+            let overlaid = self.ram.lock_overlay();
+            let divided = overlaid.and_then(|overlaid| overlaid.first_divided(part));
+            // Of what is behind that nothing is asked: a memory in many pieces would be passed over
+            // again for each of them.
+            let end = divided.unwrap_or(part.end());
+            let part = GuestRange::new(part.start, end.0 - part.start.0);
             let found = self.scan.ask(address, part.size_bytes() as usize, Question::First);
             let found = found.map_err(|source| kernel("query which pages exist", part, source))?;
             let page =
                 |run: &PageRun| Pfn(part.start.0 + ((run.address() - address) / PAGE) as u64);
-            let present = found.first().map(page);
-            let overlaid = self.ram.lock_overlay();
-            let divided = overlaid.and_then(|overlaid| overlaid.first_divided(part));
-            if let Some(first) = [present, divided].into_iter().flatten().min() {
+            if let Some(first) = found.first().map(page).or(divided) {
                 return Ok(Some(first));
             }
         }

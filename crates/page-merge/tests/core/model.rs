@@ -279,6 +279,12 @@ fn check_that_nothing_was_missed(host: &Host) {
     }
 }
 
+fn replay(huge: bool, events: &[Event]) {
+    let mut play = Play::new(huge);
+    events.iter().for_each(|event| play.apply(event));
+    play.finish();
+}
+
 proptest! {
     #![proptest_config(ProptestConfig {
         cases: 300,
@@ -289,9 +295,7 @@ proptest! {
 
     #[test]
     fn small_pages(events in prop::collection::vec(event(false), 1..120)) {
-        let mut play = Play::new(false);
-        events.iter().for_each(|event| play.apply(event));
-        play.finish();
+        replay(false, &events);
     }
 }
 
@@ -305,9 +309,7 @@ proptest! {
 
     #[test]
     fn with_huge_pages(events in prop::collection::vec(event(true), 1..60)) {
-        let mut play = Play::new(true);
-        events.iter().for_each(|event| play.apply(event));
-        play.finish();
+        replay(true, &events);
     }
 }
 
@@ -315,7 +317,6 @@ proptest! {
 /// as itself and as the partner of another page.
 #[test]
 fn a_page_of_a_new_huge_page_is_replaced_once() {
-    let mut play = Play::new(true);
     let events = [
         Event::ZeroPages(false),
         Event::Write(2, 513, 0),
@@ -323,15 +324,13 @@ fn a_page_of_a_new_huge_page_is_replaced_once() {
         Event::MakeHuge(2),
         Event::Scan(1),
     ];
-    events.iter().for_each(|event| play.apply(event));
-    play.finish();
+    replay(true, &events);
 }
 
 /// Moving many shares of one content to a new store makes several stable pages of it; the pages of
 /// the unstable index that wait for that content are joined once.
 #[test]
 fn a_page_that_waits_is_replaced_once() {
-    let mut play = Play::new(true);
     let events = [
         Event::ZeroPages(false),
         Event::Passes(3),
@@ -353,6 +352,5 @@ fn a_page_that_waits_is_replaced_once() {
         Event::WriteBeforeFreeze(0, 0, 0),
         Event::Renew,
     ];
-    events.iter().for_each(|event| play.apply(event));
-    play.finish();
+    replay(true, &events);
 }
