@@ -17,7 +17,7 @@ use crate::harness::driver::Driver;
 use crate::harness::guest::{Answer, Guest};
 use crate::harness::host::{self, Gauge, Usage};
 use crate::harness::merging::{Broker, HostKsm, Merging};
-use crate::harness::monitor::{Assets, Setup};
+use crate::harness::monitor::{Assets, Idle, Setup};
 use crate::harness::proc;
 use crate::harness::sampler::{GuestProcesses, Sampler};
 use crate::harness::size::{GuestSize, RunSize};
@@ -348,7 +348,11 @@ impl<'a> Testbed<'a> {
     ) -> Result<(), LabError> {
         let ended = Instant::now();
         self.events.step(record.guest, "returns its memory");
-        let patience = patience(self.size.scale);
+        let mut patience = patience(self.size.scale);
+        if self.setup.idle == Idle::Parked {
+            // Parking it returns the rest.
+            patience.after_return = AfterReturn::Stop;
+        }
         let guest = self.guest(record.guest)?;
         let mut watch =
             ReturnWatch::new(record.peak_mib.unwrap_or(0.0), program_mib as f64, patience);
@@ -402,6 +406,7 @@ impl<'a> Testbed<'a> {
         }
         let merging = self.setup.merging;
         for record in running(records) {
+            self.events.step(record.guest, "its remaining memory is measured");
             let guest = self.guest(record.guest)?;
             let (pid, lost) = (guest.pid(), "its idle memory");
             let footprint = footprint_mib(pid);
@@ -427,6 +432,7 @@ impl<'a> Testbed<'a> {
         size: GuestSize,
     ) -> Result<(), LabError> {
         for record in running(records) {
+            self.events.step(record.guest, "is asked for its use of memory");
             let memory = self.ask(record.guest, Command::MemInfo)?;
             let free_kib = memory["MemFree"].as_u64();
             record.guest_in_use_mib =

@@ -26,8 +26,12 @@ const MERGE_INTERVAL: Duration = Duration::from_millis(500);
 /// monitor reads a huge page 3 passes after it has found it, and again 3 passes later.
 const QUIET_PASSES: u64 = 7;
 /// Time limit for it to settle.
-const MERGE_LIMIT: Duration = Duration::from_secs(150);
-/// A change of up to this number of pages is ignored: guests are never completely idle.
+const MERGE_LIMIT: Duration = Duration::from_secs(300);
+/// Monitors look at memory that does not change ever more rarely. That is ended at most this often
+/// while something is merged: it begins a pass at once, which costs processor time.
+const END_OF_CALM_INTERVAL: Duration = Duration::from_secs(8);
+/// A change of up to this number of pages in each guest is ignored: guests are never completely
+/// idle.
 const FEW_PAGES: u64 = 64;
 
 /// How merging has settled.
@@ -68,7 +72,8 @@ impl Rest {
         if is_first {
             self.first = passes.to_vec();
         }
-        if is_first || merged.abs_diff(self.merged) > FEW_PAGES {
+        let few = FEW_PAGES * passes.len() as u64;
+        if is_first || merged.abs_diff(self.merged) > few {
             self.merged = merged;
             self.at_change = passes.to_vec();
             return Seen::Change;
@@ -195,15 +200,8 @@ impl Testbed<'_> {
     /// [`LabError::Guest`], also for a guest whose pages are not merged.
     pub fn wait_for_merging(&mut self, guests: &[u32]) -> Result<Settled, LabError> {
         let begin = Instant::now();
-        if self.ksm.is_none() {
-            // Monitors look at memory that does not change ever more rarely; a change of settings
-            // ends that.
-            let change = MergeChange { run: Some(MergeRun::Merge), ..MergeChange::default() };
-            for guest in guests {
-                self.through(*guest, |balloon| balloon.change_merging(&change))?;
-            }
-        }
         let (mut rest, mut changed_s) = (Rest::default(), 0.0);
+        let (mut calm_ended, mut changed_since) = (None::<Instant>, false);
         loop {
             let (mut merged, mut passes) = (0, Vec::new());
             for guest in guests {
@@ -222,12 +220,31 @@ impl Testbed<'_> {
             let seen = rest.observe(merged, &passes);
             if seen == Seen::Change {
                 changed_s = elapsed.as_secs_f64();
+                changed_since = true;
+            }
+            let is_due = calm_ended.is_none_or(|at| at.elapsed() > END_OF_CALM_INTERVAL);
+            if changed_since && is_due {
+                self.end_calm(guests)?;
+                (calm_ended, changed_since) = (Some(Instant::now()), false);
             }
             if seen == Seen::Rest || elapsed > MERGE_LIMIT {
                 return Ok(Settled { elapsed_s: rounded(changed_s), quiet: seen == Seen::Rest });
             }
             thread::sleep(MERGE_INTERVAL);
         }
+    }
+
+    /// Has the monitors of these guests look at all memory again at their ordinary intervals.
+    fn end_calm(&mut self, guests: &[u32]) -> Result<(), LabError> {
+        if self.ksm.is_some() {
+            return Ok(());
+        }
+        // Each change of settings does that, also one that changes nothing.
+        let change = MergeChange { run: Some(MergeRun::Merge), ..MergeChange::default() };
+        for guest in guests {
+            self.through(*guest, |balloon| balloon.change_merging(&change))?;
+        }
+        Ok(())
     }
 
     /// Processor time of merging so far: that of the threads of the guests' monitors, or of the
@@ -295,8 +312,8 @@ mod tests {
         let mut rest = Rest::default();
         assert_eq!(rest.observe(0, &[0, 0]), Seen::Change);
         assert_eq!(rest.observe(900, &[2, 2]), Seen::Change);
-        assert_eq!(rest.observe(910, &[9, 8]), Seen::Nothing);
-        assert_eq!(rest.observe(910, &[10, 9]), Seen::Rest);
+        assert_eq!(rest.observe(1_000, &[9, 8]), Seen::Nothing, "few for two guests");
+        assert_eq!(rest.observe(1_000, &[10, 9]), Seen::Rest);
     }
 
     #[test]
