@@ -20,7 +20,7 @@ struct Excerpt {
     series: &'static [&'static str],
 }
 
-const EXCERPTS: [Excerpt; 4] = [
+const EXCERPTS: [Excerpt; 5] = [
     Excerpt {
         page: "README.md",
         document: "density",
@@ -46,6 +46,20 @@ const EXCERPTS: [Excerpt; 4] = [
             "merge_cpu_s",
         ],
         series: &["packed", "packed-bzimage"],
+    },
+    Excerpt {
+        page: "docs/merging.md",
+        document: "density-packed-100",
+        metrics: &[
+            "guests_without_swap",
+            "swap_used_mib",
+            "host_per_guest_mib",
+            "return_90_s",
+            "start_to_init_s",
+            "program_s",
+            "merge_cpu_s",
+        ],
+        series: &["packed"],
     },
     Excerpt {
         page: "docs/merging.md",
