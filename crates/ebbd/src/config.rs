@@ -20,8 +20,8 @@ pub struct Config {
     /// A cgroup that all machines are in, if its limit is below the host's memory: a directory of
     /// /sys/fs/cgroup.
     pub cgroup: Option<PathBuf>,
-    /// Where snapshots of machines that are stopped are written, a directory; without one, none is
-    /// stopped.
+    /// Where snapshots of machines that are stopped are written, a directory (libvirt has one of
+    /// its own); without it, none is stopped.
     pub snapshots: Option<PathBuf>,
     /// How often machines are asked and a decision is made, in milliseconds.
     pub interval_ms: u64,

@@ -13,7 +13,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use ebb_host_policy::Action;
+use ebb_host_policy::{Action, Mean};
 use ebb_virtual_host::kernel::Kernel;
 use ebbd::clock::now_ms;
 use ebbd::monitors::libvirt::Libvirt;
@@ -99,6 +99,12 @@ impl Libvirtd {
 
     fn state(&self) -> String {
         self.virsh(&["domstate", "guest"]).trim().to_owned()
+    }
+
+    /// The domain of this start, as a place.
+    fn place(&self) -> Place {
+        let id = self.virsh(&["domid", "guest"]).trim().parse().unwrap();
+        Place { socket: self.socket(), domain: Some(Domain { uuid: UUID.to_owned(), id }) }
     }
 
     /// What the balloon leaves.
@@ -207,6 +213,63 @@ async fn pause(libvirtd: &Libvirtd, place: &Place) {
     libvirtd.virsh(&["resume", "guest"]);
 }
 
+/// A connection over which the domain may be stopped.
+async fn keeping(libvirtd: &Libvirtd) -> Monitor {
+    let mut monitor = Monitor::at(&libvirtd.place()).await.unwrap();
+    monitor.keep_in(Path::new("/nonexistent"));
+    monitor
+}
+
+async fn may_be_stopped(libvirtd: &Libvirtd) -> bool {
+    let seen = keeping(libvirtd).await.look(now_ms(), 2000).await.unwrap();
+    seen.means.has(Mean::Stop)
+}
+
+/// Stops the domain, until that has ended.
+async fn stop(libvirtd: &Libvirtd) -> Monitor {
+    let mut monitor = keeping(libvirtd).await;
+    monitor.act(Action::Stop, Duration::ZERO).await.unwrap();
+    let again = monitor.act(Action::Stop, Duration::ZERO).await;
+    assert!(matches!(again, Err(Trouble::Refused(_))), "{again:?}");
+    let started = Instant::now();
+    while monitor.is_stopping() {
+        assert!(started.elapsed() < LIMIT, "it is not stopped in time");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    monitor
+}
+
+#[test]
+fn a_domain_that_is_stopped_goes_on_with_its_next_start() {
+    let libvirtd = Libvirtd::start();
+    eventually("libvirtd serves its socket", || libvirtd.socket().exists());
+    libvirtd.virsh(&["define", libvirtd.path("guest.xml").to_str().unwrap()]);
+    let started = libvirtd.virsh(&["start", "guest"]);
+    eventually("the domain runs", || libvirtd.state() == "running");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    assert!(runtime.block_on(may_be_stopped(&libvirtd)), "{started}");
+
+    // What cannot be written is no reason to lose the machine.
+    let images = libvirtd.path("config/libvirt/qemu/save");
+    fs::rename(&images, libvirtd.path("moved")).unwrap();
+    fs::write(&images, "no directory").unwrap();
+    let mut monitor = runtime.block_on(stop(&libvirtd));
+    assert_eq!(libvirtd.state(), "running");
+    let seen = runtime.block_on(monitor.look(now_ms(), 2000)).unwrap();
+    assert!(!seen.is_paused && !seen.means.has(Mean::Stop), "{seen:?}");
+
+    fs::remove_file(&images).unwrap();
+    fs::rename(libvirtd.path("moved"), &images).unwrap();
+    let mut monitor = runtime.block_on(stop(&libvirtd));
+    assert_eq!(libvirtd.state(), "shut off");
+    let gone = runtime.block_on(monitor.look(now_ms(), 2000));
+    assert!(gone.is_err(), "{gone:?}");
+    libvirtd.virsh(&["start", "guest"]);
+    eventually("it runs", || libvirtd.state() == "running");
+    let reason = libvirtd.virsh(&["domstate", "--reason", "guest"]);
+    assert!(reason.contains("restored"), "{reason}");
+}
+
 #[test]
 fn a_domain_gets_everything_back() {
     let mut libvirtd = Libvirtd::start();
@@ -237,16 +300,15 @@ fn a_domain_gets_everything_back() {
     eventually("the balloon is released", || libvirtd.rest() == SIZE);
 
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let id = journal[0]["domain"]["id"].as_i64().unwrap();
-    let domain = Some(Domain { uuid: UUID.to_owned(), id: i32::try_from(id).unwrap() });
-    runtime.block_on(pause(&libvirtd, &Place { socket: libvirtd.socket(), domain }));
+    runtime.block_on(pause(&libvirtd, &libvirtd.place()));
+    assert!(!runtime.block_on(may_be_stopped(&libvirtd)), "nothing would start it again");
 
     // A pause that an earlier daemon has left ends; that of another client stays.
     libvirtd.virsh(&["suspend", "guest"]);
     let mut entry = journal[0].clone();
     entry["undo"] = "pause".into();
     let mut other = entry.clone();
-    other["domain"]["id"] = (id + 1).into();
+    other["domain"]["id"] = (other["domain"]["id"].as_i64().unwrap() + 1).into();
     let path = libvirtd.path("state/taken.json");
     fs::write(&path, Value::from(vec![other]).to_string()).unwrap();
     daemon = Daemon::start(&libvirtd, "");

@@ -38,6 +38,10 @@ pub(super) trait Foreign {
     async fn set_balloon(&mut self, target_bytes: u64) -> Result<(), Trouble>;
     /// Whose pause there may be.
     fn pause(&mut self) -> &mut Pause;
+    /// Begins to stop a machine that can be started again.
+    fn stop(&mut self) -> Result<(), Trouble> {
+        Err(Trouble::Unable)
+    }
 
     /// Carries out an action.
     async fn act(&mut self, action: Action) -> Result<(), Trouble> {
@@ -66,7 +70,8 @@ pub(super) trait Foreign {
                 *self.pause() = Pause::Others;
                 Ok(())
             }
-            Action::Reclaim | Action::Trim | Action::Park | Action::Stop => Err(Trouble::Unable),
+            Action::Stop => self.stop(),
+            Action::Reclaim | Action::Trim | Action::Park => Err(Trouble::Unable),
         }
     }
 }

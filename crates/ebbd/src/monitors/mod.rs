@@ -8,6 +8,7 @@ pub mod ebb;
 pub mod firecracker;
 mod foreign;
 mod http;
+mod job;
 pub mod libvirt;
 pub mod process;
 pub mod qemu;
@@ -214,17 +215,23 @@ impl Monitor {
         }
     }
 
-    /// Machines can be stopped, with their snapshots in this directory, as far as their monitors
-    /// can do that.
+    /// Machines can be stopped, as far as there is a way to start them again: Ebb's have their
+    /// snapshots in this directory, and libvirt keeps those of its domains.
     pub fn keep_in(&mut self, directory: &Path) {
-        if let Self::Ebb(ebb) = self {
-            ebb.keep_in(directory);
+        match self {
+            Self::Ebb(ebb) => ebb.keep_in(directory),
+            Self::Libvirt(libvirt) => libvirt.keep(),
+            Self::Qemu(_) | Self::Firecracker(_) | Self::CloudHypervisor(_) => {}
         }
     }
 
     /// Whether its machine is being stopped: it stands still then.
     pub fn is_stopping(&self) -> bool {
-        matches!(self, Self::Ebb(ebb) if ebb.is_stopping())
+        match self {
+            Self::Ebb(ebb) => ebb.is_stopping(),
+            Self::Libvirt(libvirt) => libvirt.is_stopping(),
+            Self::Qemu(_) | Self::Firecracker(_) | Self::CloudHypervisor(_) => false,
+        }
     }
 
     /// Asks for the machine's state. `now_ms` is the snapshot's clock; the guest is asked for

@@ -49,9 +49,22 @@ case $(property StatusText) in *'machines: 0') ;; *) fail 'status text' ;; esac
 check 'a member of the group, and another user'
 quietly useradd -G ebb member
 quietly useradd other
-quietly setpriv --reuid member --regid member --init-groups ebb host status --json
+as_member() { setpriv --reuid member --regid member --init-groups "$@"; }
+quietly as_member ebb host status --json
 ! setpriv --reuid other --regid other --init-groups ebb host status --json >"$log" 2>&1 ||
     fail 'another user may ask'
+
+check 'a machine of another user'
+as_member perl /service/monitor.pl /run/ebb/machines/m.sock &
+monitor=$!
+resident() { ebb host status --json | grep -o '"resident_bytes": *[0-9]*' | tr -dc 0-9; }
+is_seen() { [ "$(resident)" -gt $((64 << 20)) ]; }
+eventually is_seen
+quietly as_member ebb host hold m
+eventually sh -c 'ebb host explain m | grep held'
+quietly as_member ebb host release m
+kill "$monitor"
+rm /run/ebb/machines/m.sock
 
 check 'a reload, also of a configuration with a mistake'
 process=$(main_process)
@@ -120,8 +133,7 @@ quietly ebb merge-broker --status /run/ebb-merge/broker.sock --json
 [ "$(broker_process)" = "$broker" ] || fail 'the broker has ended'
 # Members of the domain may connect, and the state is not theirs.
 [ "$(stat -c %a /run/ebb-merge/broker.sock)" = 666 ] || fail "the broker's socket"
-! setpriv --reuid member --regid member --init-groups \
-    ebb merge-broker --status /run/ebb-merge/broker.sock >"$log" 2>&1 || fail 'status'
+! as_member ebb merge-broker --status /run/ebb-merge/broker.sock >"$log" 2>&1 || fail 'status'
 
 check upgrade
 quietly apt-get install -y /packages/new/ebb_*.deb /packages/new/ebbd_*.deb

@@ -7,17 +7,17 @@ mod stop;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ebb_host_policy::{Action, Balloon, Mean, Statistics};
 use hyper::Method;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use tokio::task::JoinHandle;
 
 use stop::Stop;
 
 use super::http::Http;
+use super::job::Job;
 use super::process::Process;
 use super::{Seen, Trouble};
 
@@ -25,10 +25,6 @@ use super::{Seen, Trouble};
 const RARELY: u64 = 5;
 /// The longest time of a trim, a park or a reclaim.
 const JOB_LIMIT: Duration = Duration::from_secs(60);
-/// The longest time of a stop, which writes the machine's memory to a disk.
-const STOP_LIMIT: Duration = Duration::from_secs(900);
-/// After a stop, another one is not tried for this time.
-const STOP_AGAIN: Duration = Duration::from_secs(600);
 
 /// A connection with a monitor of this project.
 #[derive(Debug)]
@@ -39,10 +35,9 @@ pub struct Ebb {
     looks: u64,
     machine: Machine,
     statistics: Option<Statistics>,
-    job: Option<JoinHandle<()>>,
+    /// A park that is given up is cancelled, and the guest gets its memory back.
+    job: Job,
     stop: Option<Stop>,
-    /// When it was stopped last, which has failed if it is still there.
-    stopped: Option<Instant>,
 }
 
 /// The part of `GET /vm` that is used.
@@ -94,16 +89,7 @@ impl Ebb {
     /// Uses a connection with the monitor behind the socket `path`.
     pub(super) fn new(http: Http, path: &Path) -> Self {
         let (path, machine) = (path.to_owned(), Machine::default());
-        Self {
-            http,
-            path,
-            looks: 0,
-            machine,
-            statistics: None,
-            job: None,
-            stop: None,
-            stopped: None,
-        }
+        Self { http, path, looks: 0, machine, statistics: None, job: Job::default(), stop: None }
     }
 
     pub(super) fn process(&self) -> Arc<Process> {
@@ -117,11 +103,7 @@ impl Ebb {
 
     /// Whether it is being stopped.
     pub(super) fn is_stopping(&self) -> bool {
-        self.stopped.is_some() && self.is_busy()
-    }
-
-    fn is_busy(&self) -> bool {
-        self.job.as_ref().is_some_and(|job| !job.is_finished())
+        self.job.is_stopping()
     }
 
     pub(super) async fn look(&mut self, now_ms: u64, fresh_ms: u64) -> Result<Seen, Trouble> {
@@ -149,7 +131,7 @@ impl Ebb {
         if has("page_reporting") {
             means.push(Mean::Reporting);
         }
-        if self.stop.is_some() && self.stopped.is_none_or(|at| at.elapsed() >= STOP_AGAIN) {
+        if self.stop.is_some() && self.job.may_stop() {
             means.push(Mean::Stop);
         }
         if has("host_requests") {
@@ -229,7 +211,7 @@ impl Ebb {
     /// Begins a request that takes time.
     fn start(&mut self, target: &'static str, body: &Value) -> Result<(), Trouble> {
         let (path, body) = (self.path.clone(), body.clone());
-        self.begin(JOB_LIMIT, async move {
+        self.job.begin(self.name(), JOB_LIMIT, async move {
             let mut http = Http::connect(&path).await?;
             let body = (!body.is_null()).then_some(&body);
             http.ask(Method::PUT, target, body).await?.accepted()
@@ -239,37 +221,10 @@ impl Ebb {
     fn stop(&mut self) -> Result<(), Trouble> {
         let stop = self.stop.clone().ok_or(Trouble::Unable)?;
         let size_bytes = self.machine.memory_bytes;
-        self.begin(STOP_LIMIT, async move { stop.run(size_bytes).await })?;
-        self.stopped = Some(Instant::now());
-        Ok(())
+        self.job.stop(self.name(), async move { stop.run(size_bytes).await })
     }
 
-    /// Begins a job; one at a time.
-    fn begin(
-        &mut self,
-        limit: Duration,
-        job: impl Future<Output = Result<(), Trouble>> + Send + 'static,
-    ) -> Result<(), Trouble> {
-        if self.is_busy() {
-            return Err(Trouble::Refused("an earlier job has not ended".to_owned()));
-        }
-        let path = self.path.clone();
-        self.job = Some(tokio::spawn(async move {
-            match tokio::time::timeout(limit, job).await {
-                Ok(Ok(())) => {}
-                Ok(Err(trouble)) => tracing::info!(?path, "{trouble}"),
-                Err(_) => tracing::info!(?path, "no answer within {limit:?}"),
-            }
-        }));
-        Ok(())
-    }
-}
-
-impl Drop for Ebb {
-    fn drop(&mut self) {
-        // A park whose client hangs up is cancelled, and the guest gets its memory back.
-        if let Some(job) = &self.job {
-            job.abort();
-        }
+    fn name(&self) -> String {
+        self.path.display().to_string()
     }
 }

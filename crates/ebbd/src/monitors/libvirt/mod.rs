@@ -13,6 +13,9 @@
 //! - Memory is the size of the rest, in KiB. A target cannot be read; see [`qemu`](super::qemu).
 //! - A domain is resumed only if a client has paused it, not after an error or a migration. A pause
 //!   is not counted: one client's resume ends that of another, too.
+//! - A domain is stopped by a managed save: libvirt writes it to a directory of its own and ends it,
+//!   and its next start (`virsh start`) goes on there. If that fails, it goes on. A transient domain
+//!   has nothing to start, and libvirt refuses it. What has begun goes on without its client.
 //! - The process behind the socket is libvirtd. That of the domain is in a file beside the socket,
 //!   and has the UUID among its arguments.
 
@@ -30,6 +33,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 use super::foreign::{Condition, Foreign, Pause};
+use super::job::Job;
 use super::process::Process;
 use super::qemu::documents::Moment;
 use super::{Seen, Trouble};
@@ -58,6 +62,7 @@ const LIST_LIMIT: Duration = Duration::from_secs(5);
 /// A connection for one domain.
 #[derive(Debug)]
 pub struct Libvirt {
+    socket: PathBuf,
     connection: Connection,
     domain: Named,
     process: Arc<Process>,
@@ -69,6 +74,10 @@ pub struct Libvirt {
     has_driver: bool,
     has_set_period: bool,
     pause: Pause,
+    job: Job,
+    /// Whether it may be stopped, as far as libvirt can start it again.
+    is_kept: bool,
+    is_persistent: bool,
 }
 
 impl Libvirt {
@@ -90,6 +99,7 @@ impl Libvirt {
         }
         let process = Arc::new(process(path, &named)?);
         Ok(Some(Self {
+            socket: path.to_owned(),
             connection,
             domain: named,
             process,
@@ -99,11 +109,24 @@ impl Libvirt {
             has_driver: false,
             has_set_period: false,
             pause: Pause::default(),
+            job: Job::default(),
+            is_kept: false,
+            is_persistent: false,
         }))
     }
 
     pub(super) fn process(&self) -> Arc<Process> {
         self.process.clone()
+    }
+
+    /// It can be stopped.
+    pub(super) fn keep(&mut self) {
+        self.is_kept = true;
+    }
+
+    /// Whether it is being stopped.
+    pub(super) fn is_stopping(&self) -> bool {
+        self.job.is_stopping()
     }
 
     pub(super) async fn look(&mut self, now_ms: u64) -> Result<Seen, Trouble> {
@@ -128,6 +151,9 @@ impl Libvirt {
             if has_driver {
                 means.push(Mean::Balloon);
             }
+            if self.is_kept && self.job.may_stop() && self.is_persistent().await? {
+                means.push(Mean::Stop);
+            }
         }
         Ok(Seen {
             size_bytes: stats.maximum_bytes,
@@ -151,6 +177,15 @@ impl Libvirt {
         self.domain.put(&mut content);
         content.extend(numbers);
         self.connection.ask(procedure, &content).await
+    }
+
+    /// Whether it has a configuration. One that has one may lose it, but then its stop is refused.
+    async fn is_persistent(&mut self) -> Result<bool, Trouble> {
+        if !self.is_persistent {
+            let content = self.ask(Procedure::DomainIsPersistent, &[]).await??;
+            self.is_persistent = xdr::Reader::new(&content).u32()? == 1;
+        }
+        Ok(self.is_persistent)
     }
 
     /// Whether no job runs, and QEMU answers.
@@ -224,6 +259,20 @@ impl Foreign for Libvirt {
 
     fn pause(&mut self) -> &mut Pause {
         &mut self.pause
+    }
+
+    fn stop(&mut self) -> Result<(), Trouble> {
+        if !self.is_kept {
+            return Err(Trouble::Unable);
+        }
+        let (socket, domain) = (self.socket.clone(), self.domain.domain());
+        self.job.stop(self.domain.name.clone(), async move {
+            // It is answered at the end, and this connection goes on meanwhile.
+            let Some(mut other) = Self::connect(&socket, &domain).await? else { return Ok(()) };
+            other.need_free().await?;
+            other.ask(Procedure::DomainManagedSave, &[0; 4]).await??;
+            Ok(())
+        })
     }
 }
 

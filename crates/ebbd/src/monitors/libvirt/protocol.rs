@@ -31,6 +31,10 @@ pub enum Procedure {
     AuthList = 66,
     /// By polkit.
     AuthPolkit = 70,
+    /// Whether it has a configuration, which outlives its run.
+    DomainIsPersistent = 151,
+    /// Writes it to a disk and ends it; its next start goes on there.
+    DomainManagedSave = 182,
     /// What the balloon leaves.
     DomainSetMemoryFlags = 204,
     /// Whether QEMU can be asked now.
