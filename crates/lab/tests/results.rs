@@ -20,7 +20,7 @@ struct Excerpt {
     series: &'static [&'static str],
 }
 
-const EXCERPTS: [Excerpt; 5] = [
+const EXCERPTS: [Excerpt; 6] = [
     Excerpt {
         page: "README.md",
         document: "density",
@@ -32,6 +32,12 @@ const EXCERPTS: [Excerpt; 5] = [
         document: "density-merge",
         metrics: &["host_per_guest_mib", "merge_cpu_s", "program_s", "start_to_init_s"],
         series: &["reporting", "merge", "merge-kernel"],
+    },
+    Excerpt {
+        page: "docs/merging.md",
+        document: "density-alone",
+        metrics: &["host_per_guest_mib", "merge_cpu_s", "program_s", "start_to_init_s"],
+        series: &["reporting", "merge-alone", "packed-alone"],
     },
     Excerpt {
         page: "docs/merging.md",

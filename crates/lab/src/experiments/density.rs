@@ -129,6 +129,11 @@ fn series() -> Vec<SeriesPlan> {
             Setup { uncompressed_kernel: false, ..packed },
         ),
         (
+            "packed-alone",
+            "as packed, but each monitor merges equal pages within its guest only",
+            Setup { merging: Merging::Alone, ..packed },
+        ),
+        (
             "percpu",
             "Ebb with its driver in the guest, which finds free pages by an array for each CPU",
             tracking(Tracker::Percpu),
