@@ -88,6 +88,28 @@ impl Rest {
     }
 }
 
+/// Decides when the monitors' calm is to be ended: each change may have made them calm again
+/// before they have looked at what follows from it.
+#[derive(Debug, Default)]
+struct Wake {
+    /// When it was ended last.
+    at: Option<Duration>,
+    has_changed: bool,
+}
+
+impl Wake {
+    /// Whether it is to be ended at `elapsed`, when this was seen.
+    fn is_due(&mut self, elapsed: Duration, seen: Seen) -> bool {
+        self.has_changed |= seen == Seen::Change;
+        let is_due = self.has_changed
+            && self.at.is_none_or(|at| elapsed.saturating_sub(at) >= END_OF_CALM_INTERVAL);
+        if is_due {
+            *self = Self { at: Some(elapsed), has_changed: false };
+        }
+        is_due
+    }
+}
+
 impl Testbed<'_> {
     /// Prepares the host for the merging of a series' guests: the broker of monitors that merge, or
     /// the kernel's settings.
@@ -201,7 +223,7 @@ impl Testbed<'_> {
     pub fn wait_for_merging(&mut self, guests: &[u32]) -> Result<Settled, LabError> {
         let begin = Instant::now();
         let (mut rest, mut changed_s) = (Rest::default(), 0.0);
-        let (mut calm_ended, mut changed_since) = (None::<Instant>, false);
+        let mut wake = Wake::default();
         loop {
             let (mut merged, mut passes) = (0, Vec::new());
             for guest in guests {
@@ -220,12 +242,9 @@ impl Testbed<'_> {
             let seen = rest.observe(merged, &passes);
             if seen == Seen::Change {
                 changed_s = elapsed.as_secs_f64();
-                changed_since = true;
             }
-            let is_due = calm_ended.is_none_or(|at| at.elapsed() > END_OF_CALM_INTERVAL);
-            if changed_since && is_due {
+            if wake.is_due(elapsed, seen) {
                 self.end_calm(guests)?;
-                (calm_ended, changed_since) = (Some(Instant::now()), false);
             }
             if seen == Seen::Rest || elapsed > MERGE_LIMIT {
                 return Ok(Settled { elapsed_s: rounded(changed_s), quiet: seen == Seen::Rest });
@@ -314,6 +333,16 @@ mod tests {
         assert_eq!(rest.observe(900, &[2, 2]), Seen::Change);
         assert_eq!(rest.observe(1_000, &[9, 8]), Seen::Nothing, "few for two guests");
         assert_eq!(rest.observe(1_000, &[10, 9]), Seen::Rest);
+    }
+
+    #[test]
+    fn calm_is_ended_after_the_last_change_too() {
+        let mut wake = Wake::default();
+        let mut due = |s, seen| wake.is_due(Duration::from_secs(s), seen);
+        assert!(due(0, Seen::Change));
+        assert!(!due(1, Seen::Change) && !due(7, Seen::Nothing), "it was ended just now");
+        assert!(due(8, Seen::Nothing));
+        assert!(!due(60, Seen::Nothing) && due(61, Seen::Change));
     }
 
     #[test]
