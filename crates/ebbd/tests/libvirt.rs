@@ -141,9 +141,22 @@ struct Daemon(Child);
 
 impl Daemon {
     fn start(libvirtd: &Libvirtd, policy: &str) -> Self {
+        let levels = "tight_percent = 3\npressed_percent = 2\nemergency_percent = 1\n";
+        Self::configured(libvirtd, &format!("[policy]\n{levels}{policy}"))
+    }
+
+    /// On a host that counts as pressed, with a domain that is not in use and has nothing for a
+    /// balloon.
+    fn start_pressed(libvirtd: &Libvirtd) -> Self {
+        let levels = "tight_percent = 99\npressed_percent = 98\nemergency_percent = 1\n";
+        let profile = format!("class = \"parked\"\nreserve_bytes = {SIZE}\n");
+        let policy = format!("[policy]\n{levels}[policy.default]\n{profile}");
+        Self::configured(libvirtd, &format!("snapshots = \"/nonexistent\"\n{policy}"))
+    }
+
+    fn configured(libvirtd: &Libvirtd, more: &str) -> Self {
         let text = format!(
-            "machines = [\"{}\"]\nlibvirt = [\"{}\"]\n[policy]\ntight_percent = 3\n\
-             pressed_percent = 2\nemergency_percent = 1\n{policy}",
+            "machines = [\"{}\"]\nlibvirt = [\"{}\"]\n{more}",
             libvirtd.path("own").display(),
             libvirtd.socket().display()
         );
@@ -264,6 +277,31 @@ fn a_domain_that_is_stopped_goes_on_with_its_next_start() {
     assert_eq!(libvirtd.state(), "shut off");
     let gone = runtime.block_on(monitor.look(now_ms(), 2000));
     assert!(gone.is_err(), "{gone:?}");
+    start_again(&libvirtd);
+
+    // A pause would last, and would be nobody's.
+    libvirtd.virsh(&["suspend", "guest"]);
+    assert!(!runtime.block_on(may_be_stopped(&libvirtd)));
+    runtime.block_on(stop(&libvirtd));
+    assert_eq!(libvirtd.state(), "paused");
+    libvirtd.virsh(&["resume", "guest"]);
+
+    // The daemon that has begun with it is killed.
+    let mut daemon = Daemon::start_pressed(&libvirtd);
+    eventually("it is being stopped", || libvirtd.state() != "running");
+    daemon.0.kill().unwrap();
+    daemon.0.wait().unwrap();
+    eventually("it is stopped", || libvirtd.state() == "shut off");
+    start_again(&libvirtd);
+    drop(daemon);
+    let _daemon = Daemon::start(&libvirtd, "");
+    let journal = || fs::read_to_string(libvirtd.path("state/taken.json"));
+    eventually("nothing is left to undo", || journal().is_ok_and(|text| text == "[]"));
+    assert_eq!(libvirtd.state(), "running");
+}
+
+#[track_caller]
+fn start_again(libvirtd: &Libvirtd) {
     libvirtd.virsh(&["start", "guest"]);
     eventually("it runs", || libvirtd.state() == "running");
     let reason = libvirtd.virsh(&["domstate", "--reason", "guest"]);
@@ -321,6 +359,8 @@ fn a_domain_gets_everything_back() {
     eventually("the guest runs", || libvirtd.state() == "running");
 
     // libvirtd ends, and comes again; the domain outlives it.
+    // The pause may end before the daemon has listed the domains.
+    eventually("the domain is known", || machine(&libvirtd, DOMAIN)["machine"].is_object());
     let trouble = || machine(&libvirtd, DOMAIN)["trouble"].is_string();
     let pid = rustix::process::Pid::from_raw(libvirtd.child.id().cast_signed()).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();

@@ -83,3 +83,32 @@ impl Drop for Job {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::future::{pending, ready};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn what_follows_a_failed_stop_is_none() {
+        let mut job = Job::default();
+        assert!(job.may_stop());
+        job.stop("m".to_owned(), ready(Err(Trouble::Unable))).unwrap();
+        while job.is_stopping() {
+            tokio::task::yield_now().await;
+        }
+        assert!(!job.may_stop(), "it has just failed");
+        job.begin("m".to_owned(), Duration::MAX, pending()).unwrap();
+        assert!(!job.is_stopping());
+    }
+
+    #[tokio::test]
+    async fn there_is_one_at_a_time() {
+        let mut job = Job::default();
+        job.stop("m".to_owned(), pending()).unwrap();
+        let second = job.begin("m".to_owned(), Duration::MAX, ready(Ok(())));
+        assert!(matches!(second, Err(Trouble::Refused(_))), "{second:?}");
+        assert!(job.is_stopping(), "the second one changes nothing");
+    }
+}

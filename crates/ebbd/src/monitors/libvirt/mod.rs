@@ -151,7 +151,8 @@ impl Libvirt {
             if has_driver {
                 means.push(Mean::Balloon);
             }
-            if self.is_kept && self.job.may_stop() && self.is_persistent().await? {
+            let can_stop = stats.state.0 == RUNNING && self.is_kept && self.job.may_stop();
+            if can_stop && self.is_persistent().await? {
                 means.push(Mean::Stop);
             }
         }
@@ -267,9 +268,14 @@ impl Foreign for Libvirt {
         }
         let (socket, domain) = (self.socket.clone(), self.domain.domain());
         self.job.stop(self.domain.name.clone(), async move {
-            // It is answered at the end, and this connection goes on meanwhile.
+            // It is answered at the end, and this connection goes on meanwhile. Unlike the others, it
+            // may wait for another job: most are questions, and soon over.
             let Some(mut other) = Self::connect(&socket, &domain).await? else { return Ok(()) };
-            other.need_free().await?;
+            // One that is paused would still be after its next start, and nobody would resume it.
+            let stats = other.stats().await?;
+            if stats.state.0 != RUNNING {
+                return Err(wrong(stats));
+            }
             other.ask(Procedure::DomainManagedSave, &[0; 4]).await??;
             Ok(())
         })
