@@ -187,6 +187,7 @@ impl Drop for Place {
 
 async fn admit(
     State(engine): State<Shared>,
+    Extension(user): Extension<User>,
     arrival: Result<Json<Arrival>, JsonRejection>,
 ) -> Result<Response, Problem> {
     let Json(arrival) = arrival?;
@@ -196,16 +197,24 @@ async fn admit(
         let remedy = "give one of 1 to 255";
         return Err(Problem::new(StatusCode::UNPROCESSABLE_ENTITY, message, remedy));
     }
-    let ticket = lock(&engine).admissions().enter().ok_or_else(|| {
+    let ticket = lock(&engine).admissions().enter(user).ok_or_else(|| {
         let message = "too many machines wait for room";
         Problem::new(StatusCode::SERVICE_UNAVAILABLE, message, "try again later")
     })?;
     let place = Place { engine: engine.clone(), ticket };
-    let until_ms = now_ms().saturating_add(arrival.wait_ms.min(MOST_WAIT_MS));
+    let never_fits = lock(&engine).is_larger_than_host(arrival.memory_bytes);
+    let wait_ms = if never_fits { 0 } else { arrival.wait_ms.min(MOST_WAIT_MS) };
+    let until_ms = now_ms().saturating_add(wait_ms);
     loop {
-        let admission = lock(&engine).admit(&arrival, place.ticket, now_ms());
+        let is_over = now_ms() >= until_ms;
+        // What fits is calculated for the first ones of the queue, however many wait.
+        let admission = {
+            let mut engine = lock(&engine);
+            let is_asked = is_over || engine.admissions().before(place.ticket) == 0;
+            is_asked.then(|| engine.admit(&arrival, place.ticket, now_ms())).flatten()
+        };
         let is_admitted = admission.as_ref().is_some_and(|admission| admission.is_admitted);
-        if is_admitted || now_ms() >= until_ms {
+        if is_admitted || is_over {
             return Ok(reply(&admission.ok_or_else(Problem::too_early)?));
         }
         tokio::time::sleep(ADMIT_AGAIN).await;

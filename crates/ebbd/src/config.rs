@@ -94,6 +94,13 @@ impl Config {
             let interval = self.interval_ms;
             return Err(format!("interval_ms is {interval}; give one from 100 to 60000"));
         }
+        let (interval, stale) = (self.interval_ms, self.policy.stale_ms);
+        if interval.saturating_mul(3) > stale {
+            return Err(format!(
+                "interval_ms ({interval}) must be at most a third of policy.stale_ms ({stale}): \
+                 machines would be asked too seldom for what they say to be believed"
+            ));
+        }
         let paths =
             self.machines.iter().chain(&self.libvirt).chain(&self.cgroup).chain(&self.snapshots);
         if let Some(path) = paths.into_iter().find(|path| !path.is_absolute()) {

@@ -127,6 +127,16 @@ impl Engine {
         match self.source.read() {
             Ok(host) => {
                 self.solve("host");
+                match self.source.missing() {
+                    Some(cgroup) => self.problem(
+                        "cgroup",
+                        format!(
+                            "{} does not exist: until it does, all memory of the host counts",
+                            cgroup.display()
+                        ),
+                    ),
+                    None => self.solve("cgroup"),
+                }
                 let is_due = now_ms >= self.next_ms;
                 if is_due || is_urgent(&host, &self.state, &self.config.policy) {
                     self.round(self.snapshot(host, now_ms));
@@ -379,7 +389,7 @@ impl Engine {
         let machines = self.fleet.links().map(|(place, link)| {
             let Link { name, .. } = link;
             let view = link.view();
-            let also = view.is_also(place, &domains);
+            let also = self.fleet.is_also(place, &view, &domains);
             MachineStatus {
                 name: name.clone(),
                 machine: known.get(name.as_str()).filter(|_| also.is_none()).copied().cloned(),
@@ -388,11 +398,8 @@ impl Engine {
                 pid: view.pid(),
                 profile: self.config.policy.profile(name).0.to_owned(),
                 is_held: held.contains(name.as_str()),
-                trouble: match also {
-                    Some(domain) => Some(format!("it is the domain {domain} of libvirt, too")),
-                    None => trouble(&view),
-                },
                 explanation: last.explanations.get(name).filter(|_| also.is_none()).cloned(),
+                trouble: also.or_else(|| trouble(&view)),
             }
         });
         Status {
@@ -429,12 +436,18 @@ impl Engine {
         let profile = self.config.policy.profile(&arrival.machine).0.to_owned();
         let fit = self.fit_most(&profile, arrival.memory_bytes, 1, now_ms)?;
         let before = self.admissions.before(ticket) as u64;
-        let is_admitted = before == 0 && fit.machines > 0;
-        if is_admitted {
-            self.admissions.admit(ticket, &arrival.machine, arrival.memory_bytes, now_ms);
-        }
+        let Arrival { machine, memory_bytes, .. } = arrival;
+        let runs = self.fleet.named(machine).is_some();
+        let is_admitted = before == 0
+            && fit.machines > 0
+            && self.admissions.admit(ticket, machine, *memory_bytes, runs, now_ms);
         let kept_ms = if is_admitted { KEPT_MS } else { 0 };
         Some(Admission { is_admitted, kept_ms, before, fit })
+    }
+
+    /// Whether a machine of this size never fits.
+    pub fn is_larger_than_host(&self, memory_bytes: u64) -> bool {
+        self.last.as_ref().is_some_and(|last| memory_bytes > last.snapshot.host.total_bytes)
     }
 
     /// Whether a profile of this name is configured.
@@ -504,6 +517,7 @@ fn lasts(undo: Undo, rule: Option<&Rule>) -> bool {
 fn trouble(view: &View) -> Option<String> {
     match &view.trouble {
         None if view.kind.is_none() => Some("it has not answered yet".to_owned()),
+        None => view.refusal.clone(),
         trouble => trouble.as_ref().map(ToString::to_string),
     }
 }

@@ -32,6 +32,10 @@ pub struct Fleet {
     links: BTreeMap<Place, Link>,
     /// Those who list the domains of libvirt, by sockets.
     listers: BTreeMap<PathBuf, Lister>,
+    /// Machines whose name another one has, with the place of that one, which is known for longer.
+    doubles: BTreeMap<Place, Place>,
+    /// Number of machines found so far.
+    found: u64,
     terms: Terms,
 }
 
@@ -40,6 +44,8 @@ pub struct Fleet {
 pub struct Link {
     /// Its name.
     pub name: String,
+    /// Its number in the order in which machines were found.
+    number: u64,
     orders: mpsc::Sender<Order>,
     view: Arc<Mutex<View>>,
     task: JoinHandle<()>,
@@ -61,6 +67,8 @@ pub struct View {
     process: Option<Arc<Process>>,
     /// Why it cannot be used now.
     pub trouble: Option<Trouble>,
+    /// The last order, if its monitor has refused it, and why.
+    pub refusal: Option<String>,
     /// Whether it undoes by itself what is leased.
     pub undoes_itself: bool,
     /// Whether it stands still because it is being stopped.
@@ -125,10 +133,40 @@ impl Fleet {
         let found: BTreeMap<_, _> = found.into_iter().take(MOST_MACHINES).collect();
         self.links.retain(|place, _| found.contains_key(place));
         for (place, name) in found {
-            let new = |place: &Place| Link::start(place, name, terms.clone());
+            let number = self.found;
+            let new = |place: &Place| Link::start(place, name, number, terms.clone());
             self.links.entry(place).or_insert_with_key(new);
+            self.found += 1;
         }
+        self.doubles = self.find_doubles();
         unreadable
+    }
+
+    /// All but one of the machines of each name. Whoever can make a socket must not get the orders
+    /// for a machine that is known, nor take its place.
+    fn find_doubles(&self) -> BTreeMap<Place, Place> {
+        let domains = self.domains();
+        let mut named: BTreeMap<&str, (u64, &Place)> = BTreeMap::new();
+        let single = self.links.iter().filter(|(place, link)| {
+            let view = lock(&link.view);
+            view.is_domain(place, &domains).is_none()
+        });
+        let mut doubles = BTreeMap::new();
+        for (place, link) in single {
+            let first = named.entry(&link.name).or_insert((link.number, place));
+            if link.number < first.0 {
+                *first = (link.number, place);
+            }
+        }
+        for (place, link) in &self.links {
+            match named.get(&*link.name) {
+                Some((_, first)) if *first != place => {
+                    doubles.insert(place.clone(), (*first).clone());
+                }
+                _ => {}
+            }
+        }
+        doubles
     }
 
     /// Machines that are known, and fulfil a condition, with their names.
@@ -152,11 +190,30 @@ impl Fleet {
     }
 
     /// Its machines that count, each with what is known of it. One of QEMU that is a domain of
-    /// libvirt, too, is libvirt's.
+    /// libvirt, too, is libvirt's; of several with one name, the one counts that was found first.
     pub fn counted(&self) -> impl Iterator<Item = (&Place, &Link, View)> {
         let domains = self.domains();
         let views = self.links().map(|(place, link)| (place, link, link.view()));
-        views.filter(move |(place, _, view)| view.is_also(place, &domains).is_none())
+        views.filter(move |(place, _, view)| self.counts(place, view, &domains))
+    }
+
+    fn counts(&self, place: &Place, view: &View, domains: &BTreeMap<u32, &str>) -> bool {
+        !self.doubles.contains_key(place) && view.is_domain(place, domains).is_none()
+    }
+
+    /// Why a machine does not count, if it does not.
+    pub fn is_also(
+        &self,
+        place: &Place,
+        view: &View,
+        domains: &BTreeMap<u32, &str>,
+    ) -> Option<String> {
+        let domain = view.is_domain(place, domains);
+        let domain = domain.map(|domain| format!("it is the domain {domain} of libvirt, too"));
+        domain.or_else(|| {
+            let first = self.doubles.get(place)?;
+            Some(format!("the machine at {first} has the same name; rename one of them"))
+        })
     }
 
     /// The names of libvirt's domains, by their processes.
@@ -165,11 +222,11 @@ impl Fleet {
         domains.filter_map(|(_, link)| Some((lock(&link.view).pid()?, &*link.name))).collect()
     }
 
-    /// The machine of this name, and its place: the first of several that count.
+    /// The machine of this name that counts, and its place.
     pub fn named(&self, name: &str) -> Option<(&Place, &Link)> {
         let domains = self.domains();
         let mut named = self.links().filter(|(_, link)| link.name == name);
-        named.find(|(place, link)| link.view().is_also(place, &domains).is_none())
+        named.find(|(place, link)| self.counts(place, &link.view(), &domains))
     }
 
     /// The machine at a place.
@@ -195,11 +252,11 @@ fn name_of(path: &Path) -> String {
 }
 
 impl Link {
-    fn start(place: &Place, name: String, terms: Terms) -> Self {
+    fn start(place: &Place, name: String, number: u64, terms: Terms) -> Self {
         let (orders, received) = mpsc::channel(MOST_ORDERS);
         let view = Arc::new(Mutex::new(View::default()));
         let task = tokio::spawn(serve(place.clone(), terms, received, view.clone()));
-        Self { name, orders, view, task }
+        Self { name, number, orders, view, task }
     }
 
     /// Passes on an order. Without an answer to earlier ones it is dropped.
@@ -256,7 +313,7 @@ impl View {
     }
 
     /// The name of the domain of libvirt that it is, too.
-    pub fn is_also<'a>(&self, place: &Place, domains: &BTreeMap<u32, &'a str>) -> Option<&'a str> {
+    fn is_domain<'a>(&self, place: &Place, domains: &BTreeMap<u32, &'a str>) -> Option<&'a str> {
         let pid = self.pid().filter(|_| place.domain.is_none())?;
         domains.get(&pid).copied()
     }
@@ -330,9 +387,13 @@ async fn converse(
             return Trouble::Gone("no longer wanted".to_owned());
         };
         match within(monitor.act(action, lease)).await {
-            Ok(()) => tracing::debug!(?action, "carried out"),
+            Ok(()) => {
+                tracing::debug!(?action, "carried out");
+                lock(view).refusal = None;
+            }
             Err(trouble @ (Trouble::Refused(_) | Trouble::Unable)) => {
                 tracing::info!(?action, "{trouble}");
+                lock(view).refusal = Some(format!("{action:?} is not carried out: {trouble}"));
             }
             Err(trouble) => return trouble,
         }
@@ -341,4 +402,47 @@ async fn converse(
 
 async fn within<T>(answer: impl Future<Output = Result<T, Trouble>>) -> Result<T, Trouble> {
     timeout(ANSWER_LIMIT, answer).await.unwrap_or(Err(Trouble::Silent(ANSWER_LIMIT)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn of_several_machines_with_one_name_the_first_one_counts() {
+        let root = tempfile::tempdir().unwrap();
+        let folders = ["b", "a"].map(|name| root.path().join(name));
+        let socket = |folder: &PathBuf, name: &str| folder.join(name);
+        let listen = |path: &PathBuf| UnixListener::bind(path).unwrap();
+        for folder in &folders {
+            fs::create_dir(folder).unwrap();
+        }
+        let [known, other, third] = [
+            socket(&folders[0], "web.sock"),
+            socket(&folders[1], "web.sock"),
+            socket(&folders[0], "web.a"),
+        ];
+        let mut fleet = Fleet::default();
+        let (terms, _one) = (Terms::default(), listen(&known));
+        let discover = |fleet: &mut Fleet| {
+            assert!(fleet.discover(&folders, &[], &terms).is_empty());
+            let view = View::default();
+            let why = |path: &PathBuf| fleet.is_also(&Place::of(path), &view, &BTreeMap::new());
+            let named = fleet.named("web").map(|(place, _)| place.socket.clone());
+            (named.unwrap(), fleet.counted().count(), [&known, &other, &third].map(why))
+        };
+        assert_eq!(discover(&mut fleet), (known.clone(), 1, [None, None, None]));
+        // Neither in another directory nor with another ending.
+        let _two = [listen(&other), listen(&third)];
+        let why =
+            format!("the machine at {} has the same name; rename one of them", known.display());
+        let whys = [None, Some(why.clone()), Some(why)];
+        assert_eq!(discover(&mut fleet), (known.clone(), 1, whys));
+        fs::remove_file(&known).unwrap();
+        let (named, counted, [_, one, two]) = discover(&mut fleet);
+        assert!([&other, &third].contains(&&named) && counted == 1);
+        assert!(one.is_none() != two.is_none());
+    }
 }

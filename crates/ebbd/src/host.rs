@@ -54,9 +54,14 @@ impl Source {
         let pressure = pressure.ok().and_then(|text| pressure_of(&text));
         let host = Host { total_bytes, available_bytes, swap, pressure };
         Ok(match &self.cgroup {
-            Some(cgroup) => within(host, cgroup)?,
-            None => host,
+            Some(cgroup) if cgroup.exists() => within(host, cgroup)?,
+            _ => host,
         })
+    }
+
+    /// The cgroup, if there is none at its path: a slice exists only with something in it.
+    pub fn missing(&self) -> Option<&Path> {
+        self.cgroup.as_deref().filter(|cgroup| !cgroup.exists())
     }
 
     fn swapped_out(&self) -> u64 {
@@ -183,9 +188,18 @@ mod tests {
         assert_eq!((host.total_bytes, host.available_bytes), (4 * GIB, 3 * GIB / 2));
         assert_eq!(host.swap.map(|swap| swap.used_bytes), Some(4096));
         assert_eq!(host.pressure.map(|pressure| pressure.full_us), Some(700));
+        assert_eq!(source.missing(), None);
         // A limit above the host's memory is none.
         write(&root.path().join("group"), &[("memory.max", "999999999999999\n")]);
         assert_eq!(source.read().unwrap().total_bytes, 16 * GIB);
+    }
+
+    #[test]
+    fn a_cgroup_that_does_not_exist_yet_has_no_limit() {
+        let (root, source) = source(&[("meminfo", MEMINFO)], &[("memory.current", "0\n")]);
+        fs::remove_dir_all(root.path().join("group")).unwrap();
+        assert_eq!(source.read().unwrap().total_bytes, 16 * GIB);
+        assert_eq!(source.missing(), Some(&*root.path().join("group")));
     }
 
     #[test]

@@ -195,6 +195,9 @@ fn what_a_client_sends_costs_itself() {
 #[test]
 fn clients_that_stay_keep_operators_not_out() {
     let daemon = Daemon::start();
+    let (_, status) = daemon.ask("GET", "/status", &Value::Null);
+    // More than is left of it.
+    let whole = status["host"]["total_bytes"].as_u64().unwrap();
     let stay = || {
         let mut clients = Vec::new();
         for number in 0..1_000 {
@@ -204,7 +207,7 @@ fn clients_that_stay_keep_operators_not_out() {
                 1 => String::new(),
                 _ => {
                     let arrival = json!({ "machine": format!("w{number}"),
-                        "memory_bytes": u64::MAX, "wait_ms": 600_000 });
+                        "memory_bytes": whole, "wait_ms": 600_000 });
                     request("PUT", "/admit", &arrival.to_string())
                 }
             };
@@ -216,18 +219,32 @@ fn clients_that_stay_keep_operators_not_out() {
     let Some(clients) = as_another_user(stay) else { return };
     assert_eq!(clients.len(), 1_000);
     assert!(daemon.is_well());
-    // They wait in the queue, which has room for more.
-    let waits = json!({ "machine": "x", "memory_bytes": u64::MAX });
+    // They wait in the queue, which has room for more; and no user waits for another one's
+    // machines.
+    let waits = json!({ "machine": "x", "memory_bytes": whole });
+    let waiting = || {
+        let text = daemon.send(request("GET", "/metrics", "").as_bytes(), End::Open);
+        let mut lines = text.lines();
+        lines.find_map(|line| line.strip_prefix("ebbd_admissions_waiting ")?.parse::<u64>().ok())
+    };
+    assert!(waiting() > Some(100), "{:?}", waiting());
     let (status, admission) = daemon.ask("PUT", "/admit", &waits);
-    assert_eq!(status, 200, "{admission}");
-    assert!(admission["before"].as_u64().unwrap() > 0, "{admission}");
+    assert_eq!((status, &admission["before"]), (200, &json!(0)), "{admission}");
     // All leave, and their places with them.
     drop(clients);
     let started = Instant::now();
-    while daemon.ask("PUT", "/admit", &waits).1["before"] != 0 {
+    while waiting() != Some(0) {
         assert!(started.elapsed() < LIMIT, "the queue is not left");
         sleep(Duration::from_millis(50));
     }
+}
+
+#[test]
+fn what_is_larger_than_the_host_does_not_wait() {
+    let daemon = Daemon::start();
+    let arrival = json!({ "machine": "x", "memory_bytes": u64::MAX, "wait_ms": 600_000 });
+    let (status, admission) = daemon.ask("PUT", "/admit", &arrival);
+    assert_eq!((status, &admission["is_admitted"]), (200, &json!(false)), "{admission}");
 }
 
 #[test]

@@ -46,7 +46,7 @@ pub struct MachineStatus {
     pub profile: String,
     /// Whether an operator holds it.
     pub is_held: bool,
-    /// Why its monitor cannot be used, if it cannot.
+    /// Why it is left alone or its monitor cannot be used, or which order its monitor has refused.
     pub trouble: Option<String>,
     /// The last decision about it; `None` before the first one.
     pub explanation: Option<Explanation>,

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::RangeInclusive;
 
 use serde::{Deserialize, Serialize};
 
@@ -10,6 +11,8 @@ use crate::snapshot::MOST;
 
 /// The longest time of a setting.
 const DAY_MS: u64 = 24 * 60 * 60 * 1000;
+/// Leases that monitors take, and that end soon enough after a daemon's death.
+const LEASES_MS: RangeInclusive<u64> = 1_000..=600_000;
 /// The most shares of a profile.
 const MOST_SHARES: u64 = 1_000_000;
 
@@ -161,6 +164,11 @@ impl Settings {
         if let Some((name, time)) = times.into_iter().find(|(_, time)| *time > DAY_MS) {
             return fail(format!("{name} is {time}; give at most a day, {DAY_MS}"));
         }
+        if !LEASES_MS.contains(&self.lease_ms) {
+            let (least, most) = (LEASES_MS.start(), LEASES_MS.end());
+            let lease = self.lease_ms;
+            return fail(format!("lease_ms is {lease}; give one from {least} to {most}"));
+        }
         if self.stale_ms >= self.lease_ms {
             let (stale, lease) = (self.stale_ms, self.lease_ms);
             return fail(format!("stale_ms ({stale}) must be below lease_ms ({lease})"));
@@ -185,6 +193,13 @@ impl Settings {
                 let floor = profile.floor_bytes;
                 return fail(format!(
                     "profile {name}: floor_bytes ({floor}) is above ceiling_bytes ({ceiling})"
+                ));
+            }
+            if let Some(ceiling) = profile.ceiling_bytes.filter(|it| *it < profile.reserve_bytes) {
+                let reserve = profile.reserve_bytes;
+                return fail(format!(
+                    "profile {name}: reserve_bytes ({reserve}) is above ceiling_bytes ({ceiling}), \
+                     which no machine could ever keep to"
                 ));
             }
         }
@@ -264,6 +279,15 @@ mod tests {
                     Profile { floor_bytes: 6, ceiling_bytes: Some(5), ..Profile::default() }
             },
             "ceiling_bytes (5)",
+        );
+        refused(|it| it.lease_ms = 600_001, "lease_ms is 600001");
+        refused(|it| (it.lease_ms, it.stale_ms) = (99, 9), "from 1000 to 600000");
+        refused(
+            |it| {
+                it.default =
+                    Profile { reserve_bytes: 6, ceiling_bytes: Some(5), ..Profile::default() }
+            },
+            "reserve_bytes (6)",
         );
         refused(|it| drop(it.machines.insert("m".into(), "none".into())), "no profile none");
     }

@@ -153,7 +153,12 @@ quietly apt-get remove -y ebb
 [ "$(broker_process)" = 0 ] && [ ! -e /run/ebb-merge ] || fail 'the broker still runs'
 
 check purge
+# A machine that was stopped is more than the daemon's.
+mkdir -p /var/lib/ebbd/snapshots
+echo memory >/var/lib/ebbd/snapshots/web
 quietly apt-get purge -y ebbd
+[ "$(find /var/lib/ebbd -type f)" = /var/lib/ebbd/snapshots/web ] || fail 'what is kept'
+rm -r /var/lib/ebbd
 for path in /etc/ebb /var/lib/ebbd /run/ebb /usr/bin/ebbd /lib/systemd/system/ebbd.service; do
     [ ! -e "$path" ] || fail "$path is left"
 done
