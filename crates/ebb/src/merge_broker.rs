@@ -32,7 +32,7 @@ have.
 
 When the broker listens, it prints its address: \"listening on unix:/run/ebb-merge.sock\".
 On SIGTERM, SIGINT or SIGHUP it removes the socket and ends. Machines then keep the pages that they
-share, and merge no further pages with others until they are restarted.
+share, and merge no further ones with others until there is a broker at the same path again.
 
 Only processes of root and of the broker's user can be clients, unless --domain says otherwise.
 

@@ -234,9 +234,13 @@ impl<U: SegmentUser> BrokerStore<U> {
                 }
                 Reply::Closed(numbers) => {
                     for number in numbers {
-                        if let Some(number) = self.numbers.get(&number) {
-                            self.forget_segment(*number);
+                        let Some(ours) = self.numbers.get(&number).copied() else { continue };
+                        // Shares of it could never be given back.
+                        if self.known.get(&ours).is_some_and(|known| known.holds > 0) {
+                            let why = format!("it has closed segment {number}, which is in use");
+                            return Err(BrokerError::Gone(why));
                         }
+                        self.forget_segment(ours);
                     }
                 }
                 answer => {
@@ -592,3 +596,6 @@ fn unexpected(reply: &Reply) -> BrokerError {
         _ => BrokerError::Gone("it sent the answer to another request".to_owned()),
     }
 }
+
+#[cfg(test)]
+mod tests;
