@@ -6,6 +6,7 @@ pub mod balloon;
 pub mod console;
 pub mod counters;
 pub mod daemon;
+pub mod debian;
 pub mod devices;
 pub mod direct;
 pub mod disk_image;

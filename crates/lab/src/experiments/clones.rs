@@ -16,9 +16,9 @@ use ebb_vmm::api::{MergeInfo, MergeState};
 use serde::Serialize;
 
 use crate::LabError;
-use crate::error::GuestProblem;
 use crate::harness::balloon;
-use crate::harness::experiment::{Experiment, Needed, Needs, Run, SeriesPlan, parameters};
+use crate::harness::debian;
+use crate::harness::experiment::{Experiment, Needs, Run, SeriesPlan, parameters};
 use crate::harness::forks::{Fork, SOCKET_MODULE, TEMPLATE, Template};
 use crate::harness::guest::Guest;
 use crate::harness::host::{self, MemoryKinds, MemoryState};
@@ -43,7 +43,7 @@ pub static CLONES: Experiment = Experiment {
     needs: Needs {
         modules: &[incoming::HOST_SOCKET_MODULE],
         guest_modules: &["crc32c_generic", "ext4", SOCKET_MODULE],
-        guest_programs: &[Needed { path: BUSYBOX, remedy: "apt-get install busybox-static" }],
+        guest_programs: &[debian::SHELL],
         ..Experiment::DEFAULT.needs
     },
     metrics: || metrics::describe(metrics()),
@@ -136,15 +136,8 @@ fn series() -> Vec<SeriesPlan> {
     ]
 }
 
-/// Where guests have their shell.
-const BUSYBOX: &str = "/bin/busybox";
-/// Makes the disk's Debian usable to programs, which write to memory.
-const ENTER: &str = "mkdir -p /debian && mount -t ext4 -o ro,noload /dev/vda /debian && \
-                     mount -t tmpfs tmpfs /debian/tmp && mount -o bind /proc /debian/proc && \
-                     mount -o bind /dev /debian/dev";
 /// The work after the program.
-const WORK: &str = "cd /tmp && PATH=/usr/bin:/bin chroot /debian /usr/bin/python3 -m test -q \
-                    test_bisect test_heapq >/dev/null";
+const WORK: &str = "python3 -m test -q test_bisect test_heapq";
 /// Time limit for each part of the work; a host that swaps may be slow.
 const WORK_LIMIT: Duration = Duration::from_secs(300);
 /// Time for which a machine is left alone after its work. Linux reports what a program has freed
@@ -380,7 +373,7 @@ fn incoming_clones(
 /// Has the template work, as one that has everything loaded.
 fn prepare(testbed: &Testbed<'_>, guest: &mut Guest) -> Result<(), LabError> {
     testbed.events().step(TEMPLATE, "works");
-    shell(guest, ENTER)?;
+    debian::enter(guest)?;
     work(guest, sizes(testbed.scale()))?;
     thread::sleep(REST);
     Ok(())
@@ -503,17 +496,7 @@ fn together<T>(
 fn work(guest: &mut Guest, sizes: Sizes) -> Result<Duration, LabError> {
     let program = Command::AllocTouchExit { bytes: sizes.program_mib << 20 };
     let program = guest.command(program, WORK_LIMIT, &mut || {})?;
-    Ok(program.elapsed + shell(guest, WORK)?)
-}
-
-/// Runs a script in a guest.
-fn shell(guest: &mut Guest, script: &str) -> Result<Duration, LabError> {
-    let argv = [BUSYBOX, "sh", "-c", script].map(str::to_owned).to_vec();
-    let answer = guest.command(Command::Exec { argv }, WORK_LIMIT, &mut || {})?;
-    if answer.result["code"] == 0 {
-        return Ok(answer.elapsed);
-    }
-    Err(guest.failed(GuestProblem::Failed(format!("{script}: {}", answer.result))))
+    Ok(program.elapsed + debian::run(guest, WORK)?)
 }
 
 /// Parks a machine; returns the time of the call in seconds.

@@ -8,8 +8,10 @@ use serde::Serialize;
 
 use super::density;
 use crate::LabError;
-use crate::harness::experiment::{Experiment, Run, SeriesPlan, parameters};
-use crate::harness::monitor::Setup;
+use crate::harness::debian;
+use crate::harness::devices::Device;
+use crate::harness::experiment::{Experiment, Needs, Run, SeriesPlan, parameters};
+use crate::harness::monitor::{Setup, System};
 use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::survey::contents_of_process;
 use crate::harness::testbed::Testbed;
@@ -27,6 +29,11 @@ pub static MERGE_SURVEY: Experiment = Experiment {
     host: |scale, _| sizes(scale).host,
     parameters: |scale| parameters(&sizes(scale)),
     guests: |scale| sizes(scale).guests,
+    needs: Needs {
+        guest_modules: &["crc32c_generic", "ext4"],
+        guest_programs: &[debian::SHELL],
+        ..Experiment::DEFAULT.needs
+    },
     metrics: || metrics::describe(metrics()),
     series: || {
         let plan = |name, summary, setup| SeriesPlan::new(name, summary, Run::Guests(setup, run));
@@ -40,8 +47,15 @@ pub static MERGE_SURVEY: Experiment = Experiment {
             ),
             plan(
                 "uncompressed",
-                "the same with an uncompressed kernel, which chooses no random addresses for itself",
+                "the same with an uncompressed kernel, which chooses no random addresses for \
+                 itself",
                 uncompressed,
+            ),
+            plan(
+                DEBIAN,
+                "the same, and then a Python, a compiler and others have run in a Debian on one \
+                 disk, in each guest in another order",
+                Setup { system: System::AgentWithDebian, ..uncompressed },
             ),
         ]
     },
@@ -50,6 +64,16 @@ pub static MERGE_SURVEY: Experiment = Experiment {
 
 /// Name of the series without a program.
 const BOOTED: &str = "booted";
+/// Name of the series in which programs read files.
+const DEBIAN: &str = "debian";
+/// What they do, each guest beginning with another one.
+const PROGRAMS: [&str; 4] = [
+    "python3 -c \"import asyncio, ctypes, decimal, email.mime.text, http.client, json, sqlite3, \
+     logging.config, multiprocessing.pool, ssl, tarfile, unittest.mock, xml.etree.ElementTree\"",
+    "gcc -O1 -c -o /tmp/blocksort.o /usr/src/bzip2/blocksort.c",
+    "python3 -m test -q test_bisect test_heapq",
+    "dpkg --list",
+];
 
 /// Sizes of one scale: those of the experiment `density`, with few guests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -123,11 +147,24 @@ fn metrics() -> Vec<Metric<Equals>> {
 
 fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
     let sizes = sizes(testbed.scale());
-    for _ in 0..testbed.guests(sizes.guests) {
-        let mut record = testbed.start_guest(sizes.guest)?;
+    let is_debian = series.name == DEBIAN;
+    let disk = is_debian.then(|| testbed.work_disk()).transpose()?;
+    let disk = disk.as_ref().map(|disk| Device::SharedDisk { path: disk.path() });
+    for turn in 0..testbed.guests(sizes.guests) as usize {
+        let mut record = testbed.start_with(sizes.guest, disk.as_slice())?;
         if series.name != BOOTED {
             let command = Command::AllocTouchExit { bytes: sizes.program_mib << 20 };
             testbed.run_program(&mut record, command, sizes.program_mib)?;
+        }
+        if is_debian {
+            testbed.events().step(record.guest, "runs programs of a Debian");
+            let mut programs = PROGRAMS;
+            programs.rotate_left(turn % PROGRAMS.len());
+            let guest = testbed.guest(record.guest)?;
+            debian::enter(guest)?;
+            for program in programs {
+                debian::run(guest, program)?;
+            }
         }
         testbed.wait_for_return(&mut record, sizes.program_mib)?;
         series.guests.push(record);

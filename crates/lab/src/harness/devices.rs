@@ -16,6 +16,12 @@ pub enum Device<'a> {
         /// How QEMU executes requests.
         engine: QemuEngine,
     },
+    /// A disk that several guests read, past the host's page cache, which would count as memory of
+    /// the guests.
+    SharedDisk {
+        /// The file or device.
+        path: &'a Path,
+    },
     /// A network device over a tap interface, which exists.
     Tap {
         /// Name of the interface.
@@ -50,6 +56,17 @@ impl Device<'_> {
             (MonitorKind::Ebb, Self::Disk { path, cache, .. }) => {
                 let direct = if *cache == HostCache::Bypassed { ",direct=on" } else { "" };
                 vec!["--disk".to_owned(), format!("path={}{direct}", path.display())]
+            }
+            (MonitorKind::Ebb, Self::SharedDisk { path }) => {
+                let disk = format!("path={},readonly=on,direct=on", path.display());
+                vec!["--disk".to_owned(), disk]
+            }
+            (MonitorKind::Qemu, Self::SharedDisk { path }) => {
+                let drive = format!(
+                    "file={},if=none,id=disk,format=raw,readonly=on,cache=none,file.locking=off",
+                    path.display()
+                );
+                ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"].map(str::to_owned).into()
             }
             (MonitorKind::Ebb, Self::Tap { name, mac }) => {
                 vec!["--net".to_owned(), format!("tap={name},mac={mac}")]
@@ -87,6 +104,10 @@ mod tests {
         let direct = disk(HostCache::Bypassed, QemuEngine::IoUring);
         assert_eq!(line(direct, MonitorKind::Ebb), "--disk path=/dev/nullb0,direct=on");
         assert!(line(direct, MonitorKind::Qemu).contains(",cache=none,aio=io_uring -device"));
+        let shared = Device::SharedDisk { path: Path::new("/root.ext4") };
+        let ebb = "--disk path=/root.ext4,readonly=on,direct=on";
+        assert_eq!(line(shared, MonitorKind::Ebb), ebb);
+        assert!(line(shared, MonitorKind::Qemu).contains(",readonly=on,cache=none,"));
         let tap = Device::Tap { name: "tap0", mac: "02:00:00:00:00:01" };
         assert_eq!(line(tap, MonitorKind::Ebb), "--net tap=tap0,mac=02:00:00:00:00:01");
         assert!(line(tap, MonitorKind::Qemu).contains(",vhost=off -device virtio-net-pci,"));

@@ -26,8 +26,10 @@ use tempfile::TempDir;
 
 use crate::LabError;
 use crate::error::GuestProblem;
+use crate::harness::devices::Device;
 use crate::harness::guest::Guest;
 use crate::harness::merging::Merging;
+use crate::harness::monitor::MonitorKind;
 use crate::harness::proc;
 use crate::harness::size::GuestSize;
 use crate::harness::testbed::Testbed;
@@ -82,16 +84,14 @@ impl Template {
         let mut command = testbed.template_command(size, Some(&socket))?;
         let vsock = directory.path().join("template.vsock");
         command.args(["--forkable", "--vsock", &format!("path={}", vsock.display())]);
-        // Past the host's cache, which would count as memory of the machines.
-        let disk = disk.map(|path| format!("path={},readonly=on,direct=on", path.display()));
-        let mut options: Vec<_> = disk.iter().flat_map(|disk| ["--disk", disk]).collect();
+        let disk = disk.map(|path| Device::SharedDisk { path }.arguments(MonitorKind::Ebb));
+        let mut options = disk.unwrap_or_default();
         command.args(&options);
         let merging = testbed.setup().merging;
         let memory = merging.memory_option();
         if matches!(merging, Merging::Owner(_)) {
-            options.extend(["--memory", memory.trim_start_matches(',')]);
+            options.extend(["--memory", memory.trim_start_matches(',')].map(str::to_owned));
         }
-        let options = options.into_iter().map(str::to_owned).collect();
         let mut guest = Guest::start(TEMPLATE, command)?;
         testbed.show(&[guest.pid()]);
         guest.wait_ready(BOOT_LIMIT)?;

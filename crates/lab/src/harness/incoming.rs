@@ -16,8 +16,10 @@ use tempfile::TempDir;
 use vsock::VsockStream;
 
 use crate::LabError;
+use crate::harness::devices::Device;
 use crate::harness::forks::{PORT, TEMPLATE};
 use crate::harness::guest::Guest;
+use crate::harness::monitor::MonitorKind;
 use crate::harness::qmp::{Qmp, QmpError};
 use crate::harness::size::GuestSize;
 use crate::harness::testbed::Testbed;
@@ -168,12 +170,8 @@ fn add_devices(
         memory.display(),
         size.memory_mib
     );
-    let drive = format!(
-        "file={},if=none,id=disk,format=raw,readonly=on,cache=none,file.locking=off",
-        disk.display()
-    );
     command.args(["-object", &object, "-machine", "memory-backend=memory"]);
-    command.args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
+    command.args(Device::SharedDisk { path: disk }.arguments(MonitorKind::Qemu));
     let socket = format!("vhost-vsock-pci,guest-cid={}", FIRST_CID + number);
     command.args(["-device", &socket]);
 }

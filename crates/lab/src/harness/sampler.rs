@@ -32,7 +32,11 @@ impl GuestProcesses {
     }
 }
 
-/// A thread that reports a [`Sample`] at each interval until it is dropped.
+/// Samples at the shortest interval; later ones are this part of the time apart, since a document has
+/// them all, each with all guests.
+const EVEN_SAMPLES: u32 = 200;
+
+/// A thread that reports a [`Sample`] at intervals until it is dropped.
 #[derive(Debug)]
 pub struct Sampler {
     stop: Option<Sender<()>>,
@@ -40,7 +44,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Starts sampling for a series.
+    /// Starts sampling for a series, at first with this interval.
     pub fn start(
         series: String,
         interval: Duration,
@@ -56,6 +60,7 @@ impl Sampler {
                     Ok(sample) => events.send(Event::Sample(sample)),
                     Err(error) => tracing::warn!(%error, "no sample"),
                 }
+                let interval = interval.max(begin.elapsed() / EVEN_SAMPLES);
                 if stopped.recv_timeout(interval) != Err(RecvTimeoutError::Timeout) {
                     return;
                 }
