@@ -257,9 +257,12 @@ fn admitted_in_order(scene: &Scene, daemon: &Daemon) {
     assert!(room > 1);
     assert!(ask("new-1", 256 * MIB, 0).is_admitted);
     assert_eq!(daemon.json(&["fit", "--memory", "256M"])["machines"], room - 1);
-    // One that is too large waits, a small one waits behind it until it gives up.
+    // One that is too large waits, a small one waits behind it until it gives up. One that is
+    // larger than the host is refused at once.
+    let whole = daemon.json(&["status"])["host"]["total_bytes"].as_u64().unwrap();
+    assert!(!ask("new-2", whole + 1, 600_000).is_admitted);
     thread::scope(|scope| {
-        let large = scope.spawn(|| ask("new-2", 1 << 45, 4000));
+        let large = scope.spawn(|| ask("new-2", whole, 4000));
         eventually("the large one waits", 20, || {
             let small = ask("new-3", 64 * MIB, 0);
             when(!small.is_admitted && small.before == 1, || format!("{small:?}"))
