@@ -19,8 +19,8 @@ MODULE_SOURCES = $(wildcard $(foreach folder,$(MODULE_FOLDERS),\
 MODULE_DIRECTORY = target/ebb_balloon/$(MODULE_KERNEL)
 MODULE = $(MODULE_DIRECTORY)/ebb_balloon.ko
 
-.PHONY: help deps build deb module module-of-kernel planted-bug demo test test-guests test-others
-.PHONY: test-long test-clients test-kernels module-debug zone-lock bench lint style fmt doc fuzz clean
+.PHONY: help deps build deb module module-of-kernel planted-bug demo test test-long test-clients
+.PHONY: test-kernels module-debug zone-lock bench lint style fmt doc fuzz clean
 
 help:
 	@echo 'make demo    install the dependencies, build, and run the main experiment on real Linux'
@@ -101,18 +101,10 @@ planted-bug:
 		--test store_order
 
 # The tests of all packages build their programs, including the guest agent. A separate build of the
-# agent would compile it twice, because the tests need other features of the same dependencies. The
-# tests on real guests take most of the time and wait for much of it: all others run meanwhile.
+# agent would compile it twice, because the tests need other features of the same dependencies.
 test: deps module planted-bug
 	@echo 'test: all crates, including tests on real guests'
-	$(CARGO) test --locked --workspace --no-run
-	@$(MAKE) --no-print-directory --jobs 2 test-guests test-others
-
-test-guests:
-	$(CARGO) test --locked --workspace --test guests
-
-test-others:
-	EBB_GUEST_TESTS_HOSTS=0 $(CARGO) test --locked --workspace
+	$(CARGO) test --locked --workspace
 
 # The tests on real guests with full counts, sizes and times. The results are committed; `.ci/run`
 # reports when they are older than a mechanism.

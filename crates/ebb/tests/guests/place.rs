@@ -38,8 +38,7 @@ const HOST_KERNEL_VARIABLE: &str = "EBB_GUEST_TESTS_HOST_KERNEL";
 const RESULTS_VARIABLE: &str = "EBB_TEST_RESULTS";
 /// Number of slowest tests that are listed with their time.
 const SLOWEST: usize = 10;
-/// Environment variable for the number of virtual hosts; by default set by processors and memory. 0
-/// leaves these tests out.
+/// Environment variable for the number of virtual hosts; by default set by processors and memory.
 const HOSTS: &str = "EBB_GUEST_TESTS_HOSTS";
 /// Maximum number of hosts: more are not worth their start.
 const MOST_HOSTS: usize = 4;
@@ -267,20 +266,10 @@ impl Outcome {
     }
 }
 
-/// The number of virtual hosts that [`HOSTS`] says.
-fn hosts_said() -> Option<usize> {
-    env::var(HOSTS).ok()?.parse().ok()
-}
-
-/// Whether [`HOSTS`] leaves the tests out, here or in a virtual host.
-pub fn are_left_out() -> bool {
-    hosts_said() == Some(0)
-}
-
 /// Number of virtual hosts for the tests. A test uses little more than one processor.
 fn hosts(tests: usize) -> usize {
-    if let Some(number) = hosts_said() {
-        return number.min(tests);
+    if let Some(number) = env::var(HOSTS).ok().and_then(|text| text.parse().ok()) {
+        return usize::max(number, 1).min(tests);
     }
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let memory_mib = available_memory_mib().unwrap_or(0) / HOST_NEEDS_MIB;
