@@ -78,14 +78,12 @@ fn refusal(arrival: &Arrival, admission: &Admission) -> String {
     let size = bytes(arrival.memory_bytes);
     let reason = match before {
         0 => format!(
-            "the host is {}, machines need {} of {} on the mean, and one more would raise the \
-             risk to {}.{:04} %",
-            fit.level,
+            "machines need {} of {} on the mean, and {}",
             bytes(fit.needed_bytes),
             bytes(fit.capacity_bytes),
-            fit.risk_of_next_ppm / 10_000,
-            fit.risk_of_next_ppm % 10_000
+            fit.reason()
         ),
+        1 => "another machine waits before it".to_owned(),
         before => format!("{before} machines wait before it"),
     };
     format!(

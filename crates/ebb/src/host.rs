@@ -293,10 +293,9 @@ fn plan_text(plan: &Status) -> String {
 }
 
 fn fit_text(fit: &Fit) -> String {
-    let risk = |ppm: u64| format!("{}.{:04} %", ppm / 10_000, ppm % 10_000);
     columns(&[
         ["more machines that fit".to_owned(), fit.machines.to_string()],
-        ["risk with one more than these".to_owned(), risk(fit.risk_of_next_ppm)],
+        ["why no more".to_owned(), fit.reason()],
         ["machines like it observed for".to_owned(), duration(fit.observed_seconds * 1000)],
         ["memory for machines".to_owned(), bytes(fit.capacity_bytes)],
         ["needed by those that run (mean)".to_owned(), bytes(fit.needed_bytes)],

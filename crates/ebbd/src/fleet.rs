@@ -1,13 +1,16 @@
 //! The machines of a host: their discovery, and a task for each, so that none can delay another.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
+use std::io;
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ebb_host_policy::{Action, Machine, Means};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -32,6 +35,8 @@ pub struct Fleet {
     links: BTreeMap<Place, Link>,
     /// Those who list the domains of libvirt, by sockets.
     listers: BTreeMap<PathBuf, Lister>,
+    /// The directories of sockets, locked: two daemons would undo each other's work.
+    locks: BTreeMap<PathBuf, File>,
     /// Machines whose name another one has, with the place of that one, which is known for longer.
     doubles: BTreeMap<Place, Place>,
     /// Number of machines found so far.
@@ -101,12 +106,15 @@ impl Fleet {
         }
         let mut unreadable = Vec::new();
         let mut found = BTreeMap::new();
+        self.locks.retain(|folder, _| folders.contains(folder));
         for folder in folders {
-            match sockets(folder) {
+            match self.lock(folder).and_then(|()| sockets(folder)) {
                 Ok(sockets) => {
                     found.extend(sockets.iter().map(|path| (Place::of(path), name_of(path))));
                 }
                 Err(error) => {
+                    // It may be another directory when it can be read again.
+                    self.locks.remove(folder);
                     unreadable.push((folder.clone(), error.to_string()));
                     // Not gone, but out of sight.
                     found.extend(
@@ -140,6 +148,21 @@ impl Fleet {
         }
         self.doubles = self.find_doubles();
         unreadable
+    }
+
+    /// Keeps other daemons from a directory of sockets, or says that one is there.
+    fn lock(&mut self, folder: &Path) -> io::Result<()> {
+        if !self.locks.contains_key(folder) {
+            let directory = File::open(folder)?;
+            flock(&directory, FlockOperation::NonBlockingLockExclusive).map_err(|errno| {
+                if errno != Errno::WOULDBLOCK {
+                    return errno.into();
+                }
+                io::Error::new(errno.kind(), "another ebbd manages its machines; stop one of them")
+            })?;
+            self.locks.insert(folder.to_owned(), directory);
+        }
+        Ok(())
     }
 
     /// All but one of the machines of each name. Whoever can make a socket must not get the orders
@@ -235,7 +258,7 @@ impl Fleet {
     }
 }
 
-fn sockets(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
+fn sockets(folder: &Path) -> io::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder)? {
         let Ok(entry) = entry else { continue };
@@ -444,5 +467,23 @@ mod tests {
         let (named, counted, [_, one, two]) = discover(&mut fleet);
         assert!([&other, &third].contains(&&named) && counted == 1);
         assert!(one.is_none() != two.is_none());
+    }
+
+    #[tokio::test]
+    async fn a_directory_belongs_to_one_daemon() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("web.sock");
+        let _machine = UnixListener::bind(&path).unwrap();
+        let folders = [folder.path().to_owned()];
+        let terms = Terms::default();
+        let [mut one, mut other] = [Fleet::default(), Fleet::default()];
+        assert!(one.discover(&folders, &[], &terms).is_empty());
+        let refused = other.discover(&folders, &[], &terms);
+        assert!(refused[0].1.contains("another ebbd"), "{refused:?}");
+        assert_eq!((one.links().count(), other.links().count()), (1, 0));
+        // The first one ends, or has another configuration.
+        assert!(one.discover(&[], &[], &terms).is_empty());
+        assert!(other.discover(&folders, &[], &terms).is_empty());
+        assert_eq!((one.links().count(), other.links().count()), (0, 1));
     }
 }

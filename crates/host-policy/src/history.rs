@@ -130,6 +130,10 @@ pub struct Fit {
     /// The probability that all together need more than there is, with one machine more than these,
     /// in millionths: as far as they can be paused, they are delayed then.
     pub delay_of_next_ppm: u64,
+    /// The limits of these two ([`Settings::risk_ppm`] and [`Settings::delay_ppm`]).
+    pub risk_limit_ppm: u64,
+    /// See there.
+    pub delay_limit_ppm: u64,
     /// For how long machines of the profile and about this size have been observed, in seconds.
     pub observed_seconds: u64,
     /// Memory that machines can have, those that run included.
@@ -145,6 +149,30 @@ pub struct Fit {
     pub level: Level,
     /// The number of machines that are paused, since they grew: while there are any, none fits.
     pub delayed: usize,
+}
+
+impl Fit {
+    /// Why no more fit than these.
+    pub fn reason(&self) -> String {
+        let percent = |ppm: u64| format!("{}.{:04} %", ppm / 10_000, ppm % 10_000);
+        let exceeded = |what: &str, ppm: u64, limit: u64| {
+            let (now, limit) = (percent(ppm), percent(limit));
+            format!("with one more, the probability that {what} would be {now} (limit {limit})")
+        };
+        if self.level > Level::Tight {
+            format!("the host is {}", self.level)
+        } else if self.delayed > 0 {
+            format!("machines that grew are paused now: {}", self.delayed)
+        } else if self.risk_of_next_ppm > self.risk_limit_ppm {
+            let what = "the host has too little, even with machines paused,";
+            exceeded(what, self.risk_of_next_ppm, self.risk_limit_ppm)
+        } else if self.delay_of_next_ppm > self.delay_limit_ppm {
+            let what = "all need more than there is at a time";
+            exceeded(what, self.delay_of_next_ppm, self.delay_limit_ppm)
+        } else {
+            "no more were asked for".to_owned()
+        }
+    }
 }
 
 /// How many more machines of this size and profile fit, up to `most`.
@@ -199,6 +227,8 @@ pub fn fit(
         machines: 0,
         risk_of_next_ppm: 0,
         delay_of_next_ppm: 0,
+        risk_limit_ppm: settings.risk_ppm,
+        delay_limit_ppm: settings.delay_ppm,
         observed_seconds: alike_one.map_or(0, Alike::observed_seconds),
         capacity_bytes,
         needed_bytes: sum.all.mean_bytes(&grid),

@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use ebb_host_policy::{
-    Action, Balloon, Decision, GIB, Host, MIB, Machine, Mean, Profile, Rule, Settings, Snapshot,
-    State, Statistics, decide, fit,
+    Action, Balloon, Decision, Fit, GIB, Host, MIB, Machine, Mean, Profile, Rule, Settings,
+    Snapshot, State, Statistics, decide, fit,
 };
 
 /// An idle machine of 4 GiB, most of which is caches.
@@ -160,6 +160,7 @@ fn how_many_fit_grows_with_what_is_known() {
     let first = fits(&state, 0);
     // 17 GiB for machines of which each may need 4, and three that run.
     assert_eq!((first.machines, first.observed_seconds), (1, 0), "{first:?}");
+    assert!(first.reason().contains("limit 0."), "{}", first.reason());
     let mut last = first.machines;
     for hour in [1, 4, 30] {
         go_on(&mut state, last * 900..hour * 900, see, |_, _| {});
@@ -173,7 +174,25 @@ fn how_many_fit_grows_with_what_is_known() {
     let mut pressed = see(99_000);
     pressed.host = host(8);
     state = decide(&pressed, state, &settings).state;
-    assert_eq!(fit(&pressed, &state, &settings, "default", MIB, 9).machines, 0);
+    let none = fit(&pressed, &state, &settings, "default", MIB, 9);
+    assert_eq!((none.machines, &*none.reason()), (0, "the host is pressed"));
+}
+
+#[test]
+fn the_limit_that_binds_is_named() {
+    let (settings, state) = (Settings::default(), State::default());
+    let one = fit(&still(0, 80), &state, &settings, "default", MIB, 1);
+    assert_eq!((one.machines, &*one.reason()), (1, "no more were asked for"));
+    let reason = |change: fn(&mut Fit)| {
+        let mut fit = one.clone();
+        change(&mut fit);
+        fit.reason()
+    };
+    assert!(reason(|fit| fit.delayed = 2).ends_with("paused now: 2"));
+    let risk = reason(|fit| (fit.risk_of_next_ppm, fit.risk_limit_ppm) = (2023, 100));
+    assert!(risk.contains("too little") && risk.ends_with("0.2023 % (limit 0.0100 %)"), "{risk}");
+    let delay = reason(|fit| (fit.delay_of_next_ppm, fit.delay_limit_ppm) = (20_001, 20_000));
+    assert!(delay.contains("all need more") && delay.ends_with("(limit 2.0000 %)"), "{delay}");
 }
 
 /// Machines that run count with what was known of them before: as many as fit are admitted one

@@ -10,8 +10,9 @@ const NOISE_BYTES: u64 = 16 << 20;
 /// at least 16 pages, so this is 8 MiB of programs.
 const MAX_MAJOR_FAULTS: u64 = 128;
 /// Looks without progress after which memory on its way is not about to arrive. While it is, little
-/// is available to the guest for a moment, though its programs take nothing.
-const STARVED_LOOKS: u32 = 5;
+/// is available to the guest for a moment, though its programs take nothing. A host that is short of
+/// memory is often short of processors, too: the guest's driver may not run for some looks.
+const STARVED_LOOKS: u32 = 15;
 
 /// Requests for statistics in a row that a guest may leave without an answer while its balloon does
 /// not grow.
