@@ -159,6 +159,7 @@ mod tests {
     fn what_is_wrong_is_named() {
         for (text, words) in [
             ("interval_ms = 5", "interval_ms is 5; give one from 100"),
+            ("interval_ms = 6000", "a third of policy.stale_ms (15000)"),
             ("machines = [\"run\"]", "not an absolute path"),
             ("machines = [\"/a\", \"/a\"]", "is there twice"),
             ("libvirt = [\"run\"]", "not an absolute path"),

@@ -1,16 +1,14 @@
 //! The machines of a host: their discovery, and a task for each, so that none can delay another.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs;
 use std::io;
-use std::os::unix::fs::FileTypeExt as _;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ebb_host_policy::{Action, Machine, Means};
-use rustix::fs::{FlockOperation, flock};
-use rustix::io::Errno;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -35,8 +33,6 @@ pub struct Fleet {
     links: BTreeMap<Place, Link>,
     /// Those who list the domains of libvirt, by sockets.
     listers: BTreeMap<PathBuf, Lister>,
-    /// The directories of sockets, locked: two daemons would undo each other's work.
-    locks: BTreeMap<PathBuf, File>,
     /// Machines whose name another one has, with the place of that one, which is known for longer.
     doubles: BTreeMap<Place, Place>,
     /// Number of machines found so far.
@@ -106,15 +102,12 @@ impl Fleet {
         }
         let mut unreadable = Vec::new();
         let mut found = BTreeMap::new();
-        self.locks.retain(|folder, _| folders.contains(folder));
         for folder in folders {
-            match self.lock(folder).and_then(|()| sockets(folder)) {
+            match sockets(folder) {
                 Ok(sockets) => {
                     found.extend(sockets.iter().map(|path| (Place::of(path), name_of(path))));
                 }
                 Err(error) => {
-                    // It may be another directory when it can be read again.
-                    self.locks.remove(folder);
                     unreadable.push((folder.clone(), error.to_string()));
                     // Not gone, but out of sight.
                     found.extend(
@@ -140,33 +133,20 @@ impl Fleet {
         }
         let found: BTreeMap<_, _> = found.into_iter().take(MOST_MACHINES).collect();
         self.links.retain(|place, _| found.contains_key(place));
-        for (place, name) in found {
-            let number = self.found;
-            let new = |place: &Place| Link::start(place, name, number, terms.clone());
-            self.links.entry(place).or_insert_with_key(new);
+        let is_new = |(place, _): &(Place, String)| !self.links.contains_key(place);
+        let mut new: Vec<_> = found.into_iter().filter(is_new).collect();
+        new.sort_by_key(|(place, _)| changed_at(place));
+        for (place, name) in new {
+            let link = Link::start(&place, name, self.found, terms.clone());
+            self.links.insert(place, link);
             self.found += 1;
         }
         self.doubles = self.find_doubles();
         unreadable
     }
 
-    /// Keeps other daemons from a directory of sockets, or says that one is there.
-    fn lock(&mut self, folder: &Path) -> io::Result<()> {
-        if !self.locks.contains_key(folder) {
-            let directory = File::open(folder)?;
-            flock(&directory, FlockOperation::NonBlockingLockExclusive).map_err(|errno| {
-                if errno != Errno::WOULDBLOCK {
-                    return errno.into();
-                }
-                io::Error::new(errno.kind(), "another ebbd manages its machines; stop one of them")
-            })?;
-            self.locks.insert(folder.to_owned(), directory);
-        }
-        Ok(())
-    }
-
-    /// All but one of the machines of each name. Whoever can make a socket must not get the orders
-    /// for a machine that is known, nor take its place.
+    /// The machines whose name an earlier one has, with the place of that one. Otherwise a new
+    /// socket with a known name would get the orders for the known machine.
     fn find_doubles(&self) -> BTreeMap<Place, Place> {
         let domains = self.domains();
         let mut named: BTreeMap<&str, (u64, &Place)> = BTreeMap::new();
@@ -267,6 +247,16 @@ fn sockets(folder: &Path) -> io::Result<Vec<PathBuf>> {
         }
     }
     Ok(found)
+}
+
+/// When a socket was made or its rights were changed; its owner cannot set an earlier time. Domains
+/// come first: only libvirt can make them.
+fn changed_at(place: &Place) -> Option<(i64, i64)> {
+    if place.domain.is_some() {
+        return None;
+    }
+    let data = fs::symlink_metadata(&place.socket);
+    Some(data.map_or((i64::MAX, 0), |data| (data.ctime(), data.ctime_nsec())))
 }
 
 /// The name of the machine behind a socket: its file's name without the ending.
@@ -457,33 +447,18 @@ mod tests {
             (named.unwrap(), fleet.counted().count(), [&known, &other, &third].map(why))
         };
         assert_eq!(discover(&mut fleet), (known.clone(), 1, [None, None, None]));
-        // Neither in another directory nor with another ending.
+        // Neither in another directory nor with another ending, and not for a daemon that finds all
+        // at once.
+        std::thread::sleep(Duration::from_millis(50));
         let _two = [listen(&other), listen(&third)];
         let why =
             format!("the machine at {} has the same name; rename one of them", known.display());
         let whys = [None, Some(why.clone()), Some(why)];
         assert_eq!(discover(&mut fleet), (known.clone(), 1, whys));
+        assert_eq!(discover(&mut Fleet::default()).0, known);
         fs::remove_file(&known).unwrap();
         let (named, counted, [_, one, two]) = discover(&mut fleet);
         assert!([&other, &third].contains(&&named) && counted == 1);
         assert!(one.is_none() != two.is_none());
-    }
-
-    #[tokio::test]
-    async fn a_directory_belongs_to_one_daemon() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("web.sock");
-        let _machine = UnixListener::bind(&path).unwrap();
-        let folders = [folder.path().to_owned()];
-        let terms = Terms::default();
-        let [mut one, mut other] = [Fleet::default(), Fleet::default()];
-        assert!(one.discover(&folders, &[], &terms).is_empty());
-        let refused = other.discover(&folders, &[], &terms);
-        assert!(refused[0].1.contains("another ebbd"), "{refused:?}");
-        assert_eq!((one.links().count(), other.links().count()), (1, 0));
-        // The first one ends, or has another configuration.
-        assert!(one.discover(&[], &[], &terms).is_empty());
-        assert!(other.discover(&folders, &[], &terms).is_empty());
-        assert_eq!((one.links().count(), other.links().count()), (0, 1));
     }
 }

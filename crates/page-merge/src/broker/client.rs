@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
@@ -22,7 +22,6 @@ use super::limits::{BATCH_HASHES, BATCH_NOTIFICATIONS, BATCH_PAGES, BATCH_UPDATE
 use super::link::Link;
 use super::message::{Change, PAGE, Reply, Request};
 use super::name::DomainName;
-use super::status::BrokerStatus;
 
 /// A broker that has not answered for this many times the time limit counts as gone.
 const LIMITS_UNTIL_GONE: u32 = 60;
@@ -579,18 +578,8 @@ impl<U> Drop for BrokerStore<U> {
     }
 }
 
-/// Queries the state of the broker that listens at `path`.
-pub fn ask_status(path: &Path, time_limit: Duration) -> Result<BrokerStatus, BrokerError> {
-    let mut link = Link::connect(path, time_limit)?;
-    link.begin(&Role::Status.preamble())?;
-    match link.reply()? {
-        Reply::Status(document) => serde_json::from_slice(&document)
-            .map_err(|error| BrokerError::Gone(format!("its state does not parse: {error}"))),
-        other => Err(unexpected(&other)),
-    }
-}
-
-fn unexpected(reply: &Reply) -> BrokerError {
+/// The error for an answer that was not asked for.
+pub(super) fn unexpected(reply: &Reply) -> BrokerError {
     match reply {
         Reply::Refused(reason) => BrokerError::Refused { reason: reason.clone() },
         _ => BrokerError::Gone("it sent the answer to another request".to_owned()),

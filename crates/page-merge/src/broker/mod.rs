@@ -38,11 +38,11 @@ mod server;
 mod socket;
 mod status;
 
-pub use client::{BrokerStore, MemberConfig, SegmentUser, ask_status};
+pub use client::{BrokerStore, MemberConfig, SegmentUser};
 pub use error::BrokerError;
 pub use hello::PROTOCOL_VERSION;
 pub use limits::Limits;
 pub use link::connect;
 pub use name::{DomainName, DomainRule, NameError, RuleError};
 pub use server::{Broker, BrokerConfig};
-pub use status::{BrokerStatus, DomainStatus, NodeStatus};
+pub use status::{BrokerStatus, DomainStatus, NodeStatus, ask_status};

@@ -1,7 +1,15 @@
 //! State reported by a broker.
 
+use std::path::Path;
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
+use super::client::unexpected;
+use super::error::BrokerError;
+use super::hello::Role;
+use super::link::Link;
+use super::message::Reply;
 use super::name::DomainName;
 use crate::settings::Nodes;
 
@@ -54,5 +62,16 @@ impl NodeStatus {
     /// Pages that the domain's clients save by sharing.
     pub const fn saved_pages(&self) -> u64 {
         self.sharers.saturating_sub(self.stable_pages)
+    }
+}
+
+/// Queries the state of the broker that listens at `path`.
+pub fn ask_status(path: &Path, time_limit: Duration) -> Result<BrokerStatus, BrokerError> {
+    let mut link = Link::connect(path, time_limit)?;
+    link.begin(&Role::Status.preamble())?;
+    match link.reply()? {
+        Reply::Status(document) => serde_json::from_slice(&document)
+            .map_err(|error| BrokerError::Gone(format!("its state does not parse: {error}"))),
+        other => Err(unexpected(&other)),
     }
 }
